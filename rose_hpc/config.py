@@ -6,9 +6,10 @@ Values that follow from others are functions here, not keys.
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -21,6 +22,9 @@ class Section(BaseModel):
     """Base of every section: unknown keys are refused, values cannot change after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+SectionT = TypeVar("SectionT", bound=Section)
 
 
 class TinyModelConfig(Section):
@@ -144,19 +148,20 @@ class RunConfig(Section):
 
 
 def load(path: Path, overrides: list[str] | None = None) -> RunConfig:
-    """Read a TOML file and apply `a.b=v` overrides.
+    """Read a TOML file (or the config.json of a run folder) and apply `a.b=v` overrides.
 
     Raises ConfigError: file missing or not TOML, unknown key, wrong type or range, malformed override.
     """
     try:
-        tree = tomllib.loads(path.read_text())
+        text = path.read_text()
+        tree = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(
             f"cannot read the configuration {path}",
             got=error.strerror,
             remedy="give the path of a TOML file, for example configs/quickstart.toml",
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not TOML", got=error) from error
     for override in overrides or []:
         _apply_override(tree, override)
@@ -169,6 +174,16 @@ def parse(tree: dict[str, Any], source: str) -> RunConfig:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(f"{source}: {error.error_count()} problem(s)\n  " + "\n  ".join(_explain(e) for e in error.errors())) from error
+
+
+def read_spec(path: Path, kind: type[SectionT]) -> SectionT:
+    """What a process is told when it starts: a JSON file written by its owner. Raises ConfigError when it does not fit."""
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}", got=error.strerror, expected=f"a {kind.__name__} in JSON") from error
+    except ValidationError as error:
+        raise ConfigError(f"{path} is not a {kind.__name__}", got=error) from error
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:

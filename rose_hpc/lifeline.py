@@ -1,23 +1,53 @@
-"""No orphans: a process asks the kernel to end it when its parent ends, however the parent ends.
+"""How a process of ours ends: with its parent, and saying why.
 
-Linux prctl(2) PR_SET_PDEATHSIG. The signal is sent when the parent THREAD that forked us exits, so spawn from a thread
-that lives as long as the process.
+No orphans: a process asks the kernel to end it when its parent ends, however the parent ends (prctl(2) PR_SET_PDEATHSIG).
+The signal is sent when the parent THREAD that forked us exits, so spawn from a thread that lives as long as the process.
+
+    python -m rose_hpc.lifeline COMMAND …       become COMMAND, which then dies with the parent although it is not ours
+
+A failure's last words are one JSON line on standard error, which whoever supervises the process can find in its log.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
+import sys
+
+from rose_hpc.errors import RoseError
 
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(how: signal.Signals = signal.SIGTERM) -> None:
-    """Have the kernel send `how` to this process when its parent exits; exit now if the parent is already gone."""
+    """Have the kernel send `how` to this process when its parent exits; survives exec. Exits now if the parent is gone."""
     parent = os.getppid()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(how), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent or parent == 1:
         os.kill(os.getpid(), how)
+
+
+def report_failure(error: RoseError) -> int:
+    """Write the last words; returns the exit status that goes with them."""
+    print(json.dumps({"error": str(error), "exit": error.exit_code}), file=sys.stderr, flush=True)
+    return error.exit_code
+
+
+def last_words(log_text: str) -> str | None:
+    """The last failure reported in a log, or None."""
+    for line in reversed(log_text.splitlines()):
+        if line.startswith('{"error":'):
+            try:
+                return str(json.loads(line)["error"])
+            except (ValueError, KeyError):
+                continue
+    return None
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    os.execvp(sys.argv[1], sys.argv[1:])

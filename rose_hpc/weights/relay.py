@@ -29,12 +29,18 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict
 
+from rose_hpc.config import Section, read_spec
 from rose_hpc.control import WorkerChannel
 from rose_hpc.errors import ControlError, LayoutError, RoseError, WeightsError
-from rose_hpc.lifeline import die_with_parent
-from rose_hpc.messages import TransferVersion, VersionTransferred, WorkerUp, decode, encode
+from rose_hpc.lifeline import die_with_parent, report_failure
+from rose_hpc.messages import (
+    TransferVersion,
+    VersionTransferred,
+    WorkerUp,
+    decode,
+    encode,
+)
 from rose_hpc.weights.arena import Arena
 from rose_hpc.weights.digest import digest_image
 from rose_hpc.weights.layout import ITEM_BYTES, Run, from_json, merge, to_json
@@ -46,20 +52,16 @@ MAGIC = b"RSE1"
 MAX_OFFER_BYTES = 256 << 20
 
 
-class RelayNode(BaseModel):
+class RelayNode(Section):
     """One rank of the world. name: for logs and metrics; arena: the folder it reads from or writes to."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     role: Literal["source", "sink"]
     arena: Path
 
 
-class RelaySpec(BaseModel):
+class RelaySpec(Section):
     """What every relay of one world is told; a rank finds itself by its MPI rank."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     control_dir: Path
     nodes: list[RelayNode]
@@ -189,22 +191,20 @@ def _same_transfer(generation: int, version: int, command: TransferVersion) -> N
 def main(spec_file: str) -> int:
     """Process entry. Exit status: 0 after Stop, 2 where the user can put it right, 1 otherwise."""
     die_with_parent()
-    spec = RelaySpec.model_validate_json(Path(spec_file).read_text())
-    name = f"relay-{os.getpid()}"
     channel = None
     try:
+        spec = read_spec(Path(spec_file), RelaySpec)
         from rose_hpc.weights.transport.mpi import MpiTransport
 
-        channel = WorkerChannel(spec.control_dir, name, spec.lease_ttl_s)
+        channel = WorkerChannel(spec.control_dir, f"relay-{os.getpid()}", spec.lease_ttl_s)  # until its rank is known
         transport = MpiTransport(len(spec.nodes))
         channel = WorkerChannel(spec.control_dir, f"relay-{transport.rank}", spec.lease_ttl_s)
         channel.hello(WorkerUp(world_size=transport.size))
         channel.serve(Relay(spec, transport).transfer)
     except RoseError as error:
-        print(f"relay: {error}", file=sys.stderr, flush=True)
         if channel is not None and not isinstance(error, ControlError):
             channel.fail(error)
-        return error.exit_code
+        return report_failure(error)
     return 0
 
 

@@ -1,0 +1,106 @@
+"""The command line: `rose-hpc COMMAND --help`. Parses, calls, prints; holds no logic.
+
+Exit status: 0 done, 2 where the user can put it right, 1 otherwise, 128 + signal after a signal.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from rose_hpc import config as configuration
+from rose_hpc.errors import RoseError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Agentic RL post-training on Slurm clusters, with rollouts that borrow idle serving GPUs.",
+)
+model_app = typer.Typer(no_args_is_help=True, help="Make models.")
+app.add_typer(model_app, name="model")
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object, last.")]
+
+
+@app.command()
+def run(
+    config: Annotated[Path, typer.Argument(help="TOML file, for example configs/quickstart.toml")],
+    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="a.b=v", help="Override one value; may be repeated.")] = None,
+    run_dir: Annotated[Path | None, typer.Option("--run-dir", help="New folder for the run. Default: runs/NAME-TIME.")] = None,
+) -> None:
+    """Train on this machine: controller, trainer ranks, relays, agent and engine, all started, watched and stopped.
+
+    Example: rose-hpc run configs/quickstart.toml --set seed=1 --run-dir runs/first
+    """
+    from rose_hpc.launch import local
+
+    loaded = configuration.load(config, overrides)
+    folder = run_dir if run_dir is not None else Path("runs") / f"{config.stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    _show_report(local.run(loaded, folder).path)
+
+
+@app.command()
+def resume(run_dir: Annotated[Path, typer.Argument(help="Folder of an interrupted run")]) -> None:
+    """Go on with an interrupted run from its last checkpoint.
+
+    Example: rose-hpc resume runs/first
+    """
+    from rose_hpc.launch import local
+
+    _show_report(local.resume(run_dir).path)
+
+
+@app.command()
+def report(run_dir: Annotated[Path, typer.Argument(help="Run folder, or one metrics file")], as_json: JsonFlag = False) -> None:
+    """Summarise a run, also while it goes on or after it was killed.
+
+    Example: rose-hpc report runs/first --json
+    """
+    _show_report(run_dir, as_json)
+
+
+def _show_report(run_dir: Path, as_json: bool = False) -> None:
+    from rose_hpc.metrics.report import render_text, report_json
+    from rose_hpc.metrics.run import Run
+
+    if as_json:
+        print(json.dumps(report_json(Run(run_dir)), indent=2))
+    else:
+        Console().print(render_text(Run(run_dir)))
+
+
+@model_app.command("tiny")
+def model_tiny(
+    out: Annotated[Path, typer.Option("--out", help="New folder for the model.")],
+    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+    config: Annotated[Path | None, typer.Option("--config", help="Take model.tiny and env from this TOML or JSON file.")] = None,
+) -> None:
+    """Make a small Qwen3 with its own tokenizer, warmed up by imitation of a noisy expert. Offline and seeded.
+
+    Example: rose-hpc model tiny --out models/tiny --seed 1
+    """
+    from rose_hpc.models.tiny import make_tiny_qwen3
+
+    loaded = None if config is None else configuration.load(config)
+    tiny = loaded.model.tiny if loaded is not None and loaded.model.tiny is not None else configuration.TinyModelConfig()
+    make_tiny_qwen3(out, tiny, loaded.env if loaded is not None else configuration.EnvConfig(), seed)
+    print(out)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        app()
+    except RoseError as error:
+        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""What can be known to fail is found before anything starts: each check raises a UsageError with the remedy.
+
+Checks need no engine and no torch; together they take milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import struct
+import sys
+from pathlib import Path
+
+from rose_hpc.config import ControlConfig, EngineConfig, RunConfig, TinyModelConfig, WeightsConfig
+from rose_hpc.errors import ConfigError, EnvironmentFault
+from rose_hpc.http_api import bind
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+MAX_SAFETENSORS_HEADER_BYTES = 100 << 20
+
+
+def check(config: RunConfig) -> None:
+    """Everything that does not need the model to exist yet."""
+    check_port(config.control)
+    find_mpiexec(config.weights.mpiexec)
+    check_arena_root(config.weights)
+    check_sampling(config)
+    if config.model.path is not None:
+        check_model(config.model.path)
+        check_engine(config.rollout.engine, read_model_config(config.model.path))
+    if config.model.tiny is not None:
+        check_engine(config.rollout.engine, tiny_shape(config.model.tiny))
+
+
+def check_port(control: ControlConfig) -> None:
+    """The control port must be free."""
+    bind(control.host, control.port).close()
+
+
+def find_mpiexec(command: str) -> str:
+    """Path of the relays' launcher: as given, beside this Python, or on PATH."""
+    beside = Path(sys.executable).parent / command
+    found = str(beside) if os.access(beside, os.X_OK) and beside.is_file() else shutil.which(command)
+    if found is None:
+        raise EnvironmentFault(
+            "no MPI launcher",
+            got=f"weights.mpiexec = {command!r}, not beside {sys.executable} and not on PATH",
+            remedy="pip install mpich, or set weights.mpiexec",
+        )
+    return found
+
+
+def check_arena_root(weights: WeightsConfig) -> None:
+    """The arenas' file system must be there and writable."""
+    if not weights.arena_root.is_dir() or not os.access(weights.arena_root, os.W_OK | os.X_OK):
+        raise EnvironmentFault(
+            "the arenas' folder cannot be written", got=weights.arena_root, remedy="set weights.arena_root to a writable folder in memory"
+        )
+
+
+def check_sampling(config: RunConfig) -> None:
+    """A turn must fit into the engine's context."""
+    if config.sampling.max_new_tokens >= config.rollout.engine.max_model_len:
+        raise ConfigError(
+            "a turn does not fit into the context",
+            got=f"sampling.max_new_tokens = {config.sampling.max_new_tokens}",
+            expected=f"less than rollout.engine.max_model_len = {config.rollout.engine.max_model_len}",
+        )
+
+
+def check_model(path: Path) -> None:
+    """The policy's folder must hold a configuration, weights and a tokenizer."""
+    if not path.is_dir():
+        raise ConfigError(
+            "the model is missing",
+            got=f"model.path = {path}",
+            expected="a folder in Hugging Face format",
+            remedy="rose-hpc model tiny --out DIR makes a small one",
+        )
+    for wanted in ("config.json", "*.safetensors", "tokenizer*.json"):
+        if not any(path.glob(wanted)):
+            raise ConfigError(
+                "the model folder is incomplete", got=f"{path} without {wanted}", expected="config.json, *.safetensors and a tokenizer"
+            )
+
+
+def read_model_config(path: Path) -> dict[str, int]:
+    """The figures of config.json that sizing needs. Raises ConfigError when they are absent."""
+    try:
+        tree = json.loads((path / "config.json").read_text())
+        heads = int(tree["num_attention_heads"])
+        return {
+            "layers": int(tree["num_hidden_layers"]),
+            "kv_heads": int(tree.get("num_key_value_heads", heads)),
+            "head_dim": int(tree.get("head_dim") or tree["hidden_size"] // heads),
+            "max_positions": int(tree["max_position_embeddings"]),
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path}/config.json cannot be used", got=repr(error), expected="the configuration of a decoder-only transformer"
+        ) from error
+
+
+def tiny_shape(tiny: TinyModelConfig) -> dict[str, int]:
+    """The same figures for a tiny model that does not exist yet."""
+    return {"layers": tiny.layers, "kv_heads": tiny.kv_heads, "head_dim": tiny.head_dim, "max_positions": sys.maxsize}
+
+
+def check_engine(engine: EngineConfig, model: dict[str, int]) -> None:
+    """The context must be one that the model has, and the KV budget must hold one sequence of that length."""
+    if engine.max_model_len > model["max_positions"]:
+        raise ConfigError(
+            "the context is longer than the model's",
+            got=f"rollout.engine.max_model_len = {engine.max_model_len}",
+            expected=f"at most {model['max_positions']}",
+        )
+    needed = least_kv_bytes(engine, model)
+    if engine.kv_cache_bytes < needed:
+        raise ConfigError(
+            "the KV budget does not hold one sequence",
+            got=f"rollout.engine.kv_cache_bytes = {engine.kv_cache_bytes}",
+            expected=f"at least {needed} for max_model_len = {engine.max_model_len}",
+            remedy="raise kv_cache_bytes or lower max_model_len",
+        )
+
+
+def least_kv_bytes(engine: EngineConfig, model: dict[str, int]) -> int:
+    """KV bytes per rank for one sequence of max_model_len, in whole blocks, and the one block that vLLM keeps for itself."""
+    heads = max(1, model["kv_heads"] // engine.tensor_parallel)
+    block_bytes = 2 * model["layers"] * heads * model["head_dim"] * ITEM_BYTES[engine.dtype] * engine.block_size
+    return (math.ceil(engine.max_model_len / engine.block_size) + 1) * block_bytes
+
+
+def check_arena_space(config: RunConfig, model_dir: Path) -> None:
+    """Room for the retained versions of both sides, before the start instead of in the middle."""
+    image_bytes = parameter_count(model_dir) * ITEM_BYTES[config.weights.wire_dtype]
+    needed = image_bytes * config.weights.retained_versions * (1 + config.rollout.dedicated)
+    room = shutil.disk_usage(config.weights.arena_root).free
+    if room < needed:
+        raise EnvironmentFault(
+            f"{config.weights.arena_root} is too small for the arenas",
+            got=f"{room} bytes free",
+            expected=f"{needed} bytes: {config.weights.retained_versions} versions of {image_bytes} bytes on each side",
+            remedy="free it, set weights.arena_root, or lower weights.retained_versions",
+        )
+
+
+def parameter_count(model_dir: Path) -> int:
+    """Elements of all tensors, read from the headers of the safetensors files (8 bytes of length, then JSON)."""
+    total = 0
+    for file in sorted(model_dir.glob("*.safetensors")):
+        with file.open("rb") as f:
+            (size,) = struct.unpack("<Q", f.read(8))
+            if size > MAX_SAFETENSORS_HEADER_BYTES:
+                raise ConfigError(f"{file} is not a safetensors file", got=f"a header of {size} bytes")
+            header = json.loads(f.read(size))
+        total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    return total

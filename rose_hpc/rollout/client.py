@@ -1,0 +1,85 @@
+"""The controller's client of one agent: generate, update, renew the lease, stop. Token ids in, token ids out.
+
+One pooled aiohttp session per agent. A refused or failed request raises ExecutorError; what to do about it is decided by
+the caller (collector.py retries turns, versions.py fails the sync).
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import aiohttp
+import msgspec
+
+from rose_hpc.errors import ControlError, RoseError
+from rose_hpc.messages import (
+    TOKEN_HEADER,
+    AgentUp,
+    ExecutorInfo,
+    Fault,
+    GenerateRequest,
+    GenerateResult,
+    LeaseRenewal,
+    UpdateRequest,
+    UpdateResult,
+    decode,
+    encode,
+)
+
+T = TypeVar("T")
+
+
+class ExecutorError(RoseError):
+    """An agent or its engine refused, failed or did not answer in time."""
+
+
+class AgentClient:
+    """Talks to one agent and through it to its executors."""
+
+    def __init__(self, agent: AgentUp, token: str) -> None:
+        self.agent = agent
+        self._session = aiohttp.ClientSession(
+            base_url=agent.url, headers={TOKEN_HEADER: f"Bearer {token}"}, connector=aiohttp.TCPConnector(limit=0), trust_env=False
+        )
+
+    @property
+    def executors(self) -> list[ExecutorInfo]:
+        return self.agent.executors
+
+    async def generate(self, executor_id: str, request: GenerateRequest, deadline_s: float) -> GenerateResult:
+        """Sample one turn. Raises ExecutorError."""
+        return await self._post(f"/v1/executors/{executor_id}/generate", request, GenerateResult, deadline_s)
+
+    async def update(self, executor_id: str, request: UpdateRequest, deadline_s: float) -> UpdateResult:
+        """Have the executor apply a version from its arena. Raises ExecutorError."""
+        return await self._post(f"/v1/executors/{executor_id}/update", request, UpdateResult, deadline_s)
+
+    async def renew(self, ttl_s: float) -> None:
+        """Keep the lease alive. Raises ExecutorError."""
+        await self._post("/v1/lease", LeaseRenewal(ttl_s), None, ttl_s)
+
+    async def stop(self, deadline_s: float) -> None:
+        """Ask the agent to finish. Raises ExecutorError."""
+        await self._post("/v1/stop", LeaseRenewal(0.0), None, deadline_s)
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def _post(self, path: str, message: msgspec.Struct, kind: type[T] | None, deadline_s: float) -> T:
+        try:
+            async with self._session.post(path, data=encode(message), timeout=aiohttp.ClientTimeout(total=deadline_s)) as response:
+                body = await response.read()
+        except (TimeoutError, aiohttp.ClientError) as error:
+            raise ExecutorError(
+                f"{self.agent.agent_id}{path}: no answer", got=repr(error), expected=f"an answer within {deadline_s:g} s"
+            ) from error
+        if response.status >= 400:
+            raise ExecutorError(f"{self.agent.agent_id}{path} refused", got=f"{response.status}: {_reason(body)}")
+        return decode(body, kind) if kind is not None else None  # type: ignore[return-value]
+
+
+def _reason(body: bytes) -> str:
+    try:
+        return decode(body, Fault).what
+    except ControlError:
+        return body[:200].decode(errors="replace")
