@@ -10,6 +10,7 @@ cannot reach the controller for the lease TTL raises ControlError and ends: it n
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -74,7 +75,7 @@ class WorkerChannel:
         self.worker_id, self._ttl_s = worker_id, ttl_s
         base = read_address(control_dir, start_deadline_s)
         headers = {TOKEN_HEADER: f"Bearer {read_token(control_dir)}"}
-        self._http = httpx.Client(base_url=f"{base}/v1/workers/{worker_id}", headers=headers, timeout=POLL_S + ttl_s, trust_env=False)
+        self._http = httpx.Client(base_url=f"{base}/v1/workers/{worker_id}", headers=headers, timeout=POLL_S + ttl_s / 2, trust_env=False)
 
     def hello(self, message: WorkerUp) -> None:
         """Announce this worker."""
@@ -100,14 +101,16 @@ class WorkerChannel:
                 return
             try:
                 reply = handle(command)
-            except BaseException as error:
-                self.reply(command.call_id, WorkerFailed(f"{type(error).__name__}: {error}", isinstance(error, UsageError)))
+            except Exception as error:
+                self.fail(error, command.call_id)
                 raise
             self.reply(command.call_id, reply)
 
-    def fail(self, error: BaseException) -> None:
-        """Report an error outside any command (call id −1)."""
-        self.reply(-1, WorkerFailed(f"{type(error).__name__}: {error}", isinstance(error, UsageError)))
+    def fail(self, error: Exception, call_id: int = -1) -> None:
+        """Report an error, once and without insisting: this process is about to end. call_id −1: outside any command."""
+        message = WorkerFailed(f"{type(error).__name__}: {error}", isinstance(error, UsageError))
+        with contextlib.suppress(httpx.TransportError):
+            self._http.post(f"/replies/{call_id}", content=encode(message))
 
     def _post(self, path: str, body: bytes) -> None:
         self._until_ttl(lambda: self._http.post(path, content=body))

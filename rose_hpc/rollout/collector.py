@@ -16,7 +16,6 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from rose_hpc.config import EnvConfig, SamplingConfig
 from rose_hpc.errors import RunFailed
@@ -24,20 +23,11 @@ from rose_hpc.messages import GenerateRequest, GenerateResult
 from rose_hpc.rollout.client import AgentClient, ExecutorError
 from rose_hpc.rollout.envs.base import Env, make_env
 from rose_hpc.rollout.scheduler import ExecutorLeft, RolloutScheduler, TrajectoryEnded, TurnEnded, TurnReady
+from rose_hpc.rollout.tokenizer import TurnTokenizer
 from rose_hpc.rollout.trajectories import Trajectory
 
 MAX_TRIES = 3  # of one turn, before its trajectory fails
 FAILURES_BEFORE_LEAVING = 3  # lost turns in a row after which an executor is taken out
-
-
-class Tokenizer(Protocol):
-    """The two calls that the collector needs of a Hugging Face tokenizer."""
-
-    eos_token_id: int
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int]) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -86,14 +76,14 @@ class Collector:
         self,
         executors: dict[str, Executor],
         scheduler: RolloutScheduler,
-        tokenizer: Tokenizer,
+        tokenizer: TurnTokenizer,
         env_config: EnvConfig,
         sampling: SamplingConfig,
         max_model_len: int,
         request_deadline_s: float,
         on_executor_lost: Callable[[str, str], None],
     ) -> None:
-        self._executors, self._scheduler, self._tokenizer = executors, scheduler, tokenizer
+        self._executors, self._scheduler, self.tokenizer = executors, scheduler, tokenizer
         self._sampling, self._max_model_len, self._deadline_s = sampling, max_model_len, request_deadline_s
         self._on_executor_lost = on_executor_lost
         self._env_config = env_config
@@ -120,14 +110,6 @@ class Collector:
             self._envs.append(make_env(self._env_config))
         return self._envs[index]
 
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
-
-    def action(self, token_ids: Sequence[int]) -> str:
-        """What the policy said: its tokens as text, without the end of turn."""
-        ended = bool(token_ids) and token_ids[-1] == self._tokenizer.eos_token_id
-        return self._tokenizer.decode(token_ids[:-1] if ended else token_ids)
-
     def room_for_turn(self, trajectory: Trajectory) -> bool:
         return len(trajectory.token_ids) + self._sampling.max_new_tokens <= self._max_model_len
 
@@ -137,7 +119,7 @@ class Collector:
             prompt_token_ids=list(trajectory.token_ids),
             max_new_tokens=self._sampling.max_new_tokens,
             temperature=self._sampling.temperature,
-            stop_token_ids=[self._tokenizer.eos_token_id],
+            stop_token_ids=[self.tokenizer.eos_token_id],
         )
 
     async def generate(self, executor: Executor, request: GenerateRequest) -> GenerateResult:
@@ -201,7 +183,7 @@ class _StepRun:
 
     async def _open(self, trajectory: Trajectory) -> None:
         observation = await self._env(trajectory).reset(self._seeds[trajectory.group])
-        trajectory.open(self._c.encode(observation))
+        trajectory.open(self._c.tokenizer.encode(observation))
         self._ready(trajectory)
 
     def _env(self, trajectory: Trajectory) -> Env:
@@ -255,13 +237,13 @@ class _StepRun:
         index = self._index[trajectory.trajectory_id]
         sizes = (len(request.prompt_token_ids), result.cached_tokens, len(result.token_ids), result.policy_versions[-1])
         self._batch.turns.append(TurnRecord(index, trajectory.turns - 1, executor.executor_id, executor.kind, start_s, time.time(), *sizes))
-        outcome = await self._env(trajectory).step(self._c.action(result.token_ids))
+        outcome = await self._env(trajectory).step(self._c.tokenizer.action(result.token_ids))
         self._rewards[index] += outcome.reward
         if outcome.done:
             trajectory.finish(self._rewards[index], outcome.success)
             self._ended(trajectory)
             return
-        trajectory.observed(self._c.encode(outcome.observation))
+        trajectory.observed(self._c.tokenizer.encode(outcome.observation))
         if self._c.room_for_turn(trajectory):
             self._ready(trajectory)
         else:

@@ -15,10 +15,11 @@ import contextlib
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from rose_hpc.config import RunConfig, Section, read_spec
-from rose_hpc.control import make_token, publish_address
+from rose_hpc.control import publish_address, read_token
 from rose_hpc.errors import RoseError, RunFailed
 from rose_hpc.http_api import listen
 from rose_hpc.lifeline import die_with_parent, report_failure
@@ -26,9 +27,10 @@ from rose_hpc.messages import AgentUp, WorkerUp
 from rose_hpc.metrics.writer import MetricsClient
 from rose_hpc.rollout.api import control_app
 from rose_hpc.rollout.client import AgentClient, ExecutorError
-from rose_hpc.rollout.collector import Collector, Executor, Tokenizer
+from rose_hpc.rollout.collector import Collector, Executor
 from rose_hpc.rollout.run_loop import LoopParts, Progress, RunLoop
 from rose_hpc.rollout.scheduler import ExecutorJoined, RolloutScheduler
+from rose_hpc.rollout.tokenizer import TurnTokenizer
 from rose_hpc.rollout.versions import VersionSync
 from rose_hpc.rollout.workers import WorkerPool
 
@@ -61,7 +63,7 @@ class Controller:
 
     async def run(self) -> None:
         """From start to stop. Raises RoseError."""
-        token = make_token(self._spec.control_dir)
+        token = read_token(self._spec.control_dir)
         app = control_app(token, self._workers, self._arrivals, lambda: vars(self._progress))
         runner, url = await listen(app, self._config.control.host, self._config.control.port)
         self._metrics.start()
@@ -79,7 +81,7 @@ class Controller:
             await runner.cleanup()
 
     async def _train(self, token: str) -> None:
-        tokenizer = load_tokenizer(self._spec.model_dir)
+        tokenizer = TurnTokenizer(self._spec.model_dir)
         hello = await self._gather_workers()
         await self._gather_agents(token)
         resumed = hello[self._trainers[0]]
@@ -131,7 +133,7 @@ class Controller:
                     await agent.renew(self._config.control.lease_ttl_s)
             await asyncio.sleep(self._config.control.heartbeat_s)
 
-    def _loop(self, tokenizer: Tokenizer) -> RunLoop:
+    def _loop(self, tokenizer: TurnTokenizer) -> RunLoop:
         c = self._config
         sources, sinks = ([f"relay-{r}" for r, role in enumerate(self._spec.relays) if role == wanted] for wanted in ("source", "sink"))
         sync = VersionSync(self._workers, self._trainers, sources, sinks, self._metrics, c.weights.deadline_s)
@@ -161,13 +163,6 @@ class Controller:
         self._metrics.record("events", time_s=time.time(), kind=kind, subject=subject, detail=detail)
 
 
-def load_tokenizer(model_dir: Path) -> Tokenizer:
-    """The policy's tokenizer, from the folder only."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-
-
 async def _run_until_signalled(spec: ControllerSpec) -> None:
     task = asyncio.ensure_future(Controller(spec).run())
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -184,6 +179,9 @@ def main(spec_file: str) -> int:
         return 128 + signal.SIGTERM
     except RoseError as error:
         return report_failure(error)
+    except Exception as error:
+        traceback.print_exc()
+        return report_failure(RunFailed("the controller failed", got=f"{type(error).__name__}: {error}"))
     return 0
 
 

@@ -1,0 +1,48 @@
+"""The policy's tokenizer as the controller needs it: text to ids and back, and the id that ends a turn.
+
+Read with the `tokenizers` library from tokenizer.json: importing transformers would bring torch into the controller, seconds
+of start-up and hundreds of megabytes for two calls.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+
+from rose_hpc.errors import ConfigError
+
+
+class TurnTokenizer:
+    """Encodes observations and decodes actions; adds and drops no special token by itself."""
+
+    def __init__(self, model_dir: Path) -> None:
+        file = model_dir / "tokenizer.json"
+        if not file.is_file():
+            raise ConfigError(
+                "the model has no fast tokenizer",
+                got=f"{model_dir} without tokenizer.json",
+                remedy="save it with a PreTrainedTokenizerFast",
+            )
+        self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        self.eos_token_id = self._end_of_turn(model_dir)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of the text alone."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def action(self, token_ids: Sequence[int]) -> str:
+        """What the policy said: its tokens as text, without the end of turn."""
+        ended = bool(token_ids) and token_ids[-1] == self.eos_token_id
+        return str(self._tokenizer.decode(list(token_ids[:-1] if ended else token_ids), skip_special_tokens=False))
+
+    def _end_of_turn(self, model_dir: Path) -> int:
+        settings = json.loads((model_dir / "tokenizer_config.json").read_text())
+        token = settings.get("eos_token")
+        text = token["content"] if isinstance(token, dict) else token
+        number = self._tokenizer.token_to_id(text) if isinstance(text, str) else None
+        if number is None:
+            raise ConfigError("the tokenizer names no end of turn", got=f"eos_token = {token!r} in {model_dir}/tokenizer_config.json")
+        return int(number)
