@@ -38,6 +38,12 @@ class TinyModelConfig(Section):
     warmup_steps: int = Field(90, ge=0, description="cross-entropy steps on episodes of a noisy shortest-path expert")
     expert_noise: float = Field(0.5, ge=0, le=1, description="chance that the expert acts at random")
 
+    @model_validator(mode="after")
+    def _attention_shape(self) -> TinyModelConfig:
+        if self.heads % self.kv_heads or self.head_dim % 2:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads}), and head_dim ({self.head_dim}) even")
+        return self
+
 
 class ModelConfig(Section):
     """Which policy is trained: a folder in Hugging Face format, or a tiny one made for the run."""
@@ -183,7 +189,8 @@ def read_spec(path: Path, kind: type[SectionT]) -> SectionT:
     except OSError as error:
         raise ConfigError(f"cannot read {path}", got=error.strerror, expected=f"a {kind.__name__} in JSON") from error
     except ValidationError as error:
-        raise ConfigError(f"{path} is not a {kind.__name__}", got=error) from error
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise ConfigError(f"{path} is not a valid {kind.__name__}", got=problems) from error
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:

@@ -22,12 +22,16 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(how: signal.Signals = signal.SIGTERM) -> None:
-    """Have the kernel send `how` to this process when its parent exits; survives exec. Exits now if the parent is gone."""
+    """Have the kernel send `how` to this process when its parent exits; survives exec. Ends now if it exits meanwhile.
+
+    A parent that was gone before this call is not noticed (its child may rightly belong to PID 1 in a container): such a
+    process has its controller's silence to tell it.
+    """
     parent = os.getppid()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(how), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent or parent == 1:
+    if os.getppid() != parent:
         os.kill(os.getpid(), how)
 
 

@@ -95,6 +95,15 @@ class UpdateResult(Message, frozen=True):
     pause_s: float
 
 
+class EngineHealth(Message, frozen=True):
+    """Answer of an engine's health route. running: requests in flight, queued ones included; policy_version −1: none applied yet."""
+
+    executor_id: str
+    policy_version: int
+    running: int
+    paused: bool
+
+
 class ExecutorInfo(Message, frozen=True):
     """An executor that an agent offers. kind: "dedicated" or "opportunistic"."""
 

@@ -69,7 +69,8 @@ class Display:
         recent = status["success_recent"]
         success = "" if recent is None else f"success {recent:5.2f} (last 10)  version {status['policy_version']}"
         self._bar.update(self._task, completed=status["step"], phase=status["phase"], success=success)
-        if status["step"] != self._shown_step and not self._console.is_terminal:
+        news = status["step"] != self._shown_step and status["success_frac"] is not None
+        if news and not self._console.is_terminal:
             self._console.print(_line(status))
         self._shown_step = status["step"]
 

@@ -61,13 +61,13 @@ def resume(run_dir: Path) -> RunFolder:
 
 
 def _attempt(config: RunConfig, folder: RunFolder, resume: bool) -> None:
-    signals = _Signals(folder.path)
+    signals, started_s = _Signals(folder.path), time.time()
     with signals, Display(folder.path, config.steps) as display:
         with Supervisor(folder.logs) as supervisor:
             _make_model(config, folder, supervisor, signals, display)
         preflight.check_arena_space(config, folder.model_dir(config))
-        with ArenaHome(config.weights.arena_root) as arenas, Supervisor(folder.logs) as supervisor:
-            _start_all(config, folder, arenas.path, supervisor, resume)
+        with ArenaHome(config.weights.arena_root) as arenas, Supervisor(folder.logs, {"TMPDIR": str(arenas.tmp)}) as supervisor:
+            _start_all(_Specs(config, folder, arenas.path, resume, started_s), config, supervisor)
             _watch(supervisor, signals, display, folder)
 
 
@@ -95,9 +95,8 @@ def _make_model(config: RunConfig, folder: RunFolder, supervisor: Supervisor, si
         raise RunFailed("the tiny model could not be made", got=child.failure())
 
 
-def _start_all(config: RunConfig, folder: RunFolder, arenas: Path, supervisor: Supervisor, resume: bool) -> None:
+def _start_all(specs: _Specs, config: RunConfig, supervisor: Supervisor) -> None:
     """Start every process; they find each other through RUN/control."""
-    specs = _Specs(config, folder, arenas, resume)
     supervisor.start_module("controller", "rose_hpc.rollout.controller", specs.write("controller", specs.controller()))
     supervisor.start_module("agent-0", "rose_hpc.coserve.agent", specs.write("agent-0", specs.agent()))
     for rank in range(config.train.ranks):
@@ -111,8 +110,8 @@ def _start_all(config: RunConfig, folder: RunFolder, arenas: Path, supervisor: S
 class _Specs:
     """What each process is told; written to RUN/control/specs, readable by this user only."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder, arenas: Path, resume: bool) -> None:
-        self._c, self._folder, self._arenas, self._resume = config, folder, arenas, resume
+    def __init__(self, config: RunConfig, folder: RunFolder, arenas: Path, resume: bool, started_s: float) -> None:
+        self._c, self._folder, self._arenas, self._resume, self._started_s = config, folder, arenas, resume, started_s
         self._executors = [f"executor-{i}" for i in range(config.rollout.dedicated)]
 
     def write(self, name: str, spec: Section) -> str:
@@ -128,6 +127,7 @@ class _Specs:
             control_dir=self._folder.control,
             model_dir=self._folder.model_dir(self._c),
             attempt=next_attempt(self._folder.path),
+            started_s=self._started_s,
             relays=[node.role for node in self.relays().nodes],
             agents=1,
             config=self._c,
@@ -196,7 +196,10 @@ def _watch(supervisor: Supervisor, signals: _Signals, display: Display, folder: 
         time.sleep(POLL_S)
     display.phase("stopping")
     controller = supervisor.child("controller")
-    if not supervisor.wait_for(controller, FINISH_DEADLINE_S if not supervisor.failed() else VERDICT_S) or controller.process.returncode != 0:
+    if (
+        not supervisor.wait_for(controller, FINISH_DEADLINE_S if not supervisor.failed() else VERDICT_S)
+        or controller.process.returncode != 0
+    ):
         raise _verdict(supervisor, folder)
     supervisor.wait_ended(FINISH_DEADLINE_S)
     if supervisor.failed():

@@ -42,8 +42,8 @@ class Child:
 class Supervisor:
     """All children of one launcher. Use as a context manager: leaving it stops whatever still runs."""
 
-    def __init__(self, logs_dir: Path) -> None:
-        self._logs_dir = logs_dir
+    def __init__(self, logs_dir: Path, env: Mapping[str, str] | None = None) -> None:
+        self._logs_dir, self._env = logs_dir, {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
         self._children: dict[str, Child] = {}
 
     def __enter__(self) -> Supervisor:
@@ -62,7 +62,7 @@ class Supervisor:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
+                env={**self._env, **(env or {})},
             )
             self._children[name] = Child(name, process, log, out.tell())
         return self._children[name]
@@ -80,7 +80,9 @@ class Supervisor:
 
     def failed(self) -> list[Child]:
         """Children that have exited with a status other than 0; those that the user can put right (2) first, killed ones last."""
-        return sorted((c for c in self.ended() if c.process.returncode != 0), key=lambda c: (c.process.returncode != 2, c.process.returncode < 0))
+        return sorted(
+            (c for c in self.ended() if c.process.returncode != 0), key=lambda c: (c.process.returncode != 2, c.process.returncode < 0)
+        )
 
     def wait_for(self, child: Child, deadline_s: float) -> bool:
         """Wait for one child to exit by itself. False when the deadline came first."""

@@ -66,15 +66,18 @@ class MetricsClient:
         self._log_start = 0  # bytes of the log that earlier attempts wrote
         self._refused = self._unsent = 0  # counted by the recording thread and by the pumping thread respectively
 
-    def start(self) -> None:
-        """Spawn the writer; rows recorded before are kept. Raises UsageError where this attempt has a file already."""
+    def start(self, started_s: float | None = None) -> None:
+        """Spawn the writer; rows recorded before are kept. Raises UsageError where this attempt has a file already.
+
+        started_s: Unix time from which the attempt's wall time counts; the present where not given.
+        """
         path = metrics_file(self.run_dir, self.attempt)
         if path.exists():
             raise UsageError(f"{path} exists already", remedy="use the attempt that next_attempt gives")
         log = self.run_dir / LOG
         log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "rose_hpc.metrics.writer", "--file", str(path), "--attempt", str(self.attempt)]
-        command += ["--started-s", repr(time.time())]
+        command += ["--started-s", repr(time.time() if started_s is None else started_s)]
         with log.open("ab") as stderr:
             self._log_start = stderr.tell()
             # Its own process group: a Ctrl-C at the terminal must not reach it before it has learnt to ignore it.

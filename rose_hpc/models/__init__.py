@@ -1,0 +1,1 @@
+"""Models made on the spot: `tiny` builds one, `tokenizer` its words, `expert` the episodes it imitates, `folder` puts it in place."""

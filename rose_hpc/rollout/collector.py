@@ -196,7 +196,9 @@ class _StepRun:
         """Let the scheduler place what it can, one task per placed turn."""
         for assignment in self._c.scheduler.plan(time.monotonic()):
             trajectory = self._batch.trajectories[self._index[assignment.trajectory_id]]
-            task = asyncio.create_task(self._turn(trajectory, self._c.executors[assignment.executor_id]))
+            request = self._c.request(trajectory)
+            trajectory.start_turn(assignment.executor_id, request.request_id)  # at once: its executor may leave before the task runs
+            task = asyncio.create_task(self._turn(trajectory, self._c.executors[assignment.executor_id], request))
             self._tasks.add(task)
             task.add_done_callback(self._task_ended)
         self._check_stuck()
@@ -215,10 +217,10 @@ class _StepRun:
                 RunFailed("no executor can take a turn", got=f"executors {left}", remedy="see the engines' logs in the run folder")
             )
 
-    async def _turn(self, trajectory: Trajectory, executor: Executor) -> None:
-        request = self._c.request(trajectory)
-        trajectory.start_turn(executor.executor_id, request.request_id)
+    async def _turn(self, trajectory: Trajectory, executor: Executor, request: GenerateRequest) -> None:
         start_s = time.time()
+        if not trajectory.accepts(request.request_id):
+            return
         try:
             result = await self._c.generate(executor, request)
         except ExecutorError as error:

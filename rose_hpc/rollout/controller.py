@@ -21,7 +21,7 @@ from pathlib import Path
 from rose_hpc.config import RunConfig, Section, read_spec
 from rose_hpc.control import publish_address, read_token
 from rose_hpc.errors import RoseError, RunFailed
-from rose_hpc.http_api import listen
+from rose_hpc.http_api import base_url, serving, tcp_site
 from rose_hpc.lifeline import die_with_parent, report_failure
 from rose_hpc.messages import AgentUp, WorkerUp
 from rose_hpc.metrics.writer import MetricsClient
@@ -38,12 +38,16 @@ STOP_DEADLINE_S = 5.0
 
 
 class ControllerSpec(Section):
-    """What the launcher tells the controller. relays: roles by MPI rank, "source" or "sink"; agents: how many will register."""
+    """What the launcher tells the controller.
+
+    relays: roles by MPI rank, "source" or "sink". agents: how many will register. started_s: Unix time at which the attempt began.
+    """
 
     run_dir: Path
     control_dir: Path
     model_dir: Path
     attempt: int
+    started_s: float
     relays: list[str]
     agents: int
     config: RunConfig
@@ -65,20 +69,19 @@ class Controller:
         """From start to stop. Raises RoseError."""
         token = read_token(self._spec.control_dir)
         app = control_app(token, self._workers, self._arrivals, lambda: vars(self._progress))
-        runner, url = await listen(app, self._config.control.host, self._config.control.port)
-        self._metrics.start()
-        self._event("run_started", self._spec.run_dir.name, f"attempt {self._spec.attempt}")
-        try:
-            publish_address(self._spec.control_dir, url)
-            await self._train(token)
-            self._event("run_finished", self._spec.run_dir.name, "")
-        except BaseException as error:
-            self._event("run_failed", type(error).__name__, str(error))
-            raise
-        finally:
-            await self._stop_everybody()
-            self._metrics.close()
-            await runner.cleanup()
+        async with serving(app, tcp_site(self._config.control.host, self._config.control.port)) as runner:
+            self._metrics.start(self._spec.started_s)
+            self._event("run_started", self._spec.run_dir.name, f"attempt {self._spec.attempt}")
+            try:
+                publish_address(self._spec.control_dir, base_url(runner))
+                await self._train(token)
+                self._event("run_finished", self._spec.run_dir.name, "")
+            except BaseException as error:
+                self._event("run_failed", type(error).__name__, str(error))
+                raise
+            finally:
+                await self._stop_everybody()
+                await asyncio.to_thread(self._metrics.close)
 
     async def _train(self, token: str) -> None:
         tokenizer = TurnTokenizer(self._spec.model_dir)

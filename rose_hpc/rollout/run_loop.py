@@ -87,7 +87,7 @@ class RunLoop:
 
     def _group_seeds(self, step: int) -> list[int]:
         """Environment seeds, one per group: a function of the run's seed and the step, so that a resumed step sees the same prompts."""
-        return np.random.SeedSequence([self._seed, step]).generate_state(self._sampling.groups).tolist()
+        return [int(s) for s in np.random.SeedSequence([self._seed, step]).generate_state(self._sampling.groups)]
 
     async def _optimise(self, step: int, batch: RolloutBatch) -> StepTrained:
         self._p.progress.phase = "train"

@@ -75,15 +75,7 @@ class VersionSync:
     async def _transfer(self, version: int, digest: int) -> dict[str, VersionTransferred]:
         """What each sink reports. Raises DigestMismatch when the last try did not verify."""
         for attempt in range(TRANSFERS):
-            self._generation += 1
-            generation = self._generation
-            replies = await self._workers.call(
-                [*self._sources, *self._sinks],
-                lambda i, g=generation: TransferVersion(i, g, version, digest),
-                VersionTransferred,
-                self._deadline_s * 2,
-            )
-            arrived = {sink: replies[sink] for sink in self._sinks}
+            arrived = await self._transfer_once(version, digest)
             wrong = [sink for sink, reply in arrived.items() if not reply.verified]
             if not wrong:
                 return arrived
@@ -96,6 +88,16 @@ class VersionSync:
             expected=f"digest {digest:016x}",
             remedy="check this node's memory and network",
         )
+
+    async def _transfer_once(self, version: int, digest: int) -> dict[str, VersionTransferred]:
+        """One generation: every relay plays its part; what the sinks report."""
+        self._generation += 1
+        generation = self._generation
+        relays, deadline_s = [*self._sources, *self._sinks], 2 * self._deadline_s
+        replies = await self._workers.call(
+            relays, lambda i: TransferVersion(i, generation, version, digest), VersionTransferred, deadline_s
+        )
+        return {sink: replies[sink] for sink in self._sinks}
 
     def _record(self, version: int, sink: str, reply: VersionTransferred, image_bytes: int, updates: Sequence[UpdateResult]) -> None:
         self._metrics.record(

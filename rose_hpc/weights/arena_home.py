@@ -1,6 +1,8 @@
 """Where a run's arenas live: a private folder in shared memory with an owner, so that nothing leaks.
 
-    ROOT/rose_hpc-UID-RANDOM/ (0700)     lock (held by the owner for its life), trainer/, executor-0/ …
+    ROOT/rose_hpc-UID-RANDOM/ (0700)     lock (held by the owner for its life), tmp/, trainer/, executors/ …
+
+tmp/ is the TMPDIR of the run's processes: sockets and scratch files of vLLM, MPI and torch go with the run, too.
 
 The owner removes it when it ends. If the owner was killed, the lock is free, and the next `create` of the same user on this
 machine removes the folder: a lock that can be taken belongs to nobody.
@@ -27,7 +29,12 @@ class ArenaHome:
         preparing.mkdir(mode=0o700)
         self._lock = os.open(preparing / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        (preparing / "tmp").mkdir(mode=0o700)
         preparing.rename(self.path)
+
+    @property
+    def tmp(self) -> Path:
+        return self.path / "tmp"
 
     def __enter__(self) -> ArenaHome:
         return self

@@ -197,7 +197,7 @@ def main(spec_file: str) -> int:
         from rose_hpc.weights.transport.mpi import MpiTransport
 
         channel = WorkerChannel(spec.control_dir, f"relay-{os.getpid()}", spec.lease_ttl_s)  # until its rank is known
-        transport = MpiTransport(len(spec.nodes))
+        transport = MpiTransport(len(spec.nodes), spec.deadline_s)
         channel = WorkerChannel(spec.control_dir, f"relay-{transport.rank}", spec.lease_ttl_s)
         channel.hello(WorkerUp(world_size=transport.size))
         channel.serve(Relay(spec, transport).transfer)

@@ -22,6 +22,7 @@ repack them. It does not fetch: the relay has put the image into the arena befor
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from rose_hpc.errors import DigestMismatch, LayoutError, WeightsError
@@ -76,6 +78,8 @@ class RoseWeightTransferEngine(WeightTransferEngine[ArenaLocation, ExpectedVersi
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # It warns at every update of layers that own no parameters (rotary embeddings, tied heads); `_load` checks what matters
+        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         self._arena: Path | None = None
         self._verified: VerifiedImage | None = None
 
@@ -122,9 +126,10 @@ class RoseWeightTransferEngine(WeightTransferEngine[ArenaLocation, ExpectedVersi
     def _load(self, verified: VerifiedImage) -> None:
         wanted = {name for name, _ in self.model.named_parameters()}
         initialize_layerwise_reload(self.model)
-        loaded = self.model.load_weights(full_tensors(verified.layout, verified.image))
+        loaded: set[str] = self.model.load_weights(full_tensors(verified.layout, verified.image))
         finalize_layerwise_reload(self.model, self.model_config)
-        if missing := wanted - set(loaded):
+        repack_tied_heads(self.model)
+        if missing := wanted - loaded:
             raise LayoutError(
                 "the image does not hold all of the model", got=f"without {sorted(missing)[:5]}", expected=f"{len(wanted)} parameters"
             )
@@ -145,7 +150,7 @@ class RoseWorkerExtension:
         """{"digest": recomputed, or None, "fault": why the version cannot be loaded, or None}. Never raises for a bad image."""
         try:
             return {"digest": self.weight_transfer_engine.verify(version, digest).digest, "fault": None}
-        except (WeightsError, OSError) as error:
+        except (WeightsError, OSError, ValueError, KeyError) as error:  # the last two: a record or an image cut short
             return {"digest": None, "fault": str(error)}
 
 
@@ -159,6 +164,19 @@ def map_image(arena: Path | None, version: int) -> VerifiedImage:
     opened = Arena.open(arena)
     image = opened.map_version(version)
     return VerifiedImage(version, digest_image(opened.layout, image), opened.layout, image)
+
+
+def repack_tied_heads(model: torch.nn.Module) -> None:
+    """Process output heads that share the embedding's parameter again.
+
+    Such a head has nothing of its own to load, so the reload puts it back as it was: on CPU it would go on with its packed
+    copy of the OLD embedding. On a GPU there is no packed copy and this does nothing.
+    """
+    heads = [m for m in model.modules() if isinstance(m, ParallelLMHead)]
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, VocabParallelEmbedding) and m not in heads}
+    for head in heads:
+        if id(head.weight) in embeddings:
+            head.quant_method.process_weights_after_loading(head)
 
 
 def full_tensors(layout: ImageLayout, image: NDArray[np.uint8]) -> Iterator[tuple[str, torch.Tensor]]:

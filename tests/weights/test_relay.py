@@ -47,7 +47,9 @@ def tensors(seed):
 
 def world_of(tmp_path, roles, tamper=lambda m: m, bucket_bytes=256, deadline_s=5.0):
     nodes = [RelayNode(name=f"{role}{i}", role=role, arena=tmp_path / f"arena{i}") for i, role in enumerate(roles)]
-    spec = RelaySpec(control_dir=tmp_path, nodes=nodes, bucket_bytes=bucket_bytes, retained_versions=2, deadline_s=deadline_s, lease_ttl_s=5)
+    spec = RelaySpec(
+        control_dir=tmp_path, nodes=nodes, bucket_bytes=bucket_bytes, retained_versions=2, deadline_s=deadline_s, lease_ttl_s=5
+    )
     boxes = [[queue.Queue() for _ in nodes] for _ in nodes]
     return [Relay(spec, QueueTransport(r, boxes, tamper if roles[r] == "source" else lambda m: m)) for r in range(len(nodes))]
 
@@ -73,7 +75,12 @@ def transfer(relays, command):
 
 def publish(tmp_path, ranks_on_node, version, seed=0):
     """Publish with plain tensors: rank 0 owns everything; its node is arena0."""
-    return combine([WeightPublisher(tensors(seed), tmp_path / "arena0", r, ranks_on_node, "float32").publish(version).digest for r in range(ranks_on_node)])
+    return combine(
+        [
+            WeightPublisher(tensors(seed), tmp_path / "arena0", r, ranks_on_node, "float32").publish(version).digest
+            for r in range(ranks_on_node)
+        ]
+    )
 
 
 def test_every_sink_holds_the_published_bits_and_bytes_are_counted(tmp_path):

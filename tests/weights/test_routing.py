@@ -1,5 +1,7 @@
 """The routing plan tiles what is wanted, asks only owners, balances replicas."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +20,7 @@ def sharded_images(draw):
     edges = [0, *cuts, 100]
     sources = draw(st.integers(1, 4))
     owned = {s: [] for s in range(sources)}
-    for a, b in zip(edges[:-1], edges[1:], strict=True):
+    for a, b in itertools.pairwise(edges):
         for s in draw(st.sets(st.integers(0, sources - 1), min_size=1, max_size=3)):
             owned[s].append(Run(a * ITEM, (b - a) * ITEM))
     start = draw(st.integers(0, 99))

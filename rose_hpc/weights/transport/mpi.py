@@ -7,8 +7,10 @@ wait burns a core that the trainer and the engines need.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import mpi4py
 
@@ -23,9 +25,9 @@ _FIRST_NAP_S, _LONGEST_NAP_S = 20e-6, 2e-3
 
 
 class MpiTransport:
-    """Peers are the ranks of COMM_WORLD."""
+    """Peers are the ranks of COMM_WORLD. Building it is collective: every rank takes part within deadline_s."""
 
-    def __init__(self, expected_size: int) -> None:
+    def __init__(self, expected_size: int, deadline_s: float) -> None:
         self._comm = MPI.COMM_WORLD
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
@@ -37,6 +39,10 @@ class MpiTransport:
                 expected=f"one world of {expected_size}",
                 remedy="use the launcher of the MPI that mpi4py loads (python -m mpi4py --mpi-lib-version), or set weights.mpiexec",
             )
+
+        if not _until(self._comm.Ibarrier().Test, deadline_s):
+            raise TransferTimeout("the relays of this world did not all start", got=f"nothing in {deadline_s:g} s")
+        _unlink_mapped_segments()
 
     def send(self, peer: int, content: bytes | memoryview, deadline_s: float) -> None:
         request = self._comm.Isend([content, MPI.BYTE], dest=peer, tag=_TAG)
@@ -63,6 +69,16 @@ class MpiTransport:
             )
         self.received_bytes += nbytes
         return memoryview(buffer)
+
+
+def _unlink_mapped_segments() -> None:
+    """Take the names of MPICH's shared-memory segments away once all local ranks have them mapped.
+
+    MPICH removes them in MPI_Finalize only: a SIGKILL would leave them in /dev/shm for good. It does not mind that they are gone.
+    """
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if found := re.search(r"/dev/shm/mpich_shm_\w+$", line):
+            Path(found[0]).unlink(missing_ok=True)
 
 
 def _until(ready: Callable[[], bool], deadline_s: float) -> bool:

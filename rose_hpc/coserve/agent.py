@@ -1,0 +1,214 @@
+"""Agent of one rollout node: `python -m rose_hpc.coserve.agent SPEC.json`. It owns the node's engines and is their only way in.
+
+    start engines ─▶ all healthy ─▶ listen, register at the controller ─▶ serve ─┬─ SIGTERM, SIGINT, POST /v1/stop ─▶ exit 0
+          │                                                                     ├─ no renewal within the lease ────▶ exit 3
+          └─ one does not come up ─▶ exit 1                                     └─ an engine ends ─────────────────▶ exit 1
+
+    POST /v1/executors/ID/{generate,abort,pause,resume,update}   forwarded to the engine byte for byte; its status comes back
+    GET  /v1/health → AgentUp      POST /v1/lease LeaseRenewal → 204      POST /v1/stop → 204
+
+Invariants
+- However it ends, no process of an engine outlives it: each engine has a process group of its own, gets SIGTERM, then the group
+  SIGKILL; after SIGKILL of the agent itself the kernel ends the engine (lifeline.py).
+- It gives everything back when the controller falls silent for the lease.
+
+It does not restart an engine that died: the controller learns of it by this process's end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+import tempfile
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import aiohttp
+from aiohttp import web
+
+from rose_hpc.config import read_spec
+from rose_hpc.control import ADDRESS_FILE, TOKEN_FILE, read_address, read_token
+from rose_hpc.coserve.engine import MAX_SOCKET_PATH_BYTES
+from rose_hpc.coserve.lease import Lease
+from rose_hpc.coserve.processes import EngineProcess
+from rose_hpc.coserve.specs import AgentSpec, EngineOffer, EngineSpec
+from rose_hpc.errors import ControlError, RoseError
+from rose_hpc.http_api import (
+    CONTENT_TYPE,
+    Refused,
+    authenticated_app,
+    base_url,
+    done,
+    first_of,
+    received,
+    reply,
+    serving,
+    stop_signals,
+    tcp_site,
+)
+from rose_hpc.lifeline import die_with_parent, report_failure
+from rose_hpc.messages import TOKEN_HEADER, AgentUp, EngineHealth, ExecutorInfo, LeaseRenewal, encode
+
+LEASE_EXPIRED_EXIT = 3
+RETRY_S = 0.2
+VERBS = "generate|abort|pause|resume|update"
+
+
+class Agent:
+    """One run of the agent; `run` is called once."""
+
+    def __init__(self, spec: AgentSpec, folder: Path) -> None:
+        self._spec, self._token = spec, read_token(spec.control_dir)
+        self._engines = {offer.executor_id: self._engine(offer, folder) for offer in spec.engines}
+        self._lease = Lease(spec.lease_ttl_s)
+        self._stop_requested = asyncio.Event()
+        self._url = ""
+
+    def _engine(self, offer: EngineOffer, folder: Path) -> EngineProcess:
+        name = offer.executor_id
+        spec = EngineSpec(**offer.model_dump(), socket=folder / f"{name}.sock", token_file=(self._spec.control_dir / TOKEN_FILE).absolute())
+        return EngineProcess(spec, self._spec.logs_dir / f"engine-{name}.log", self._token)
+
+    async def run(self) -> int:
+        """The exit status. Raises RoseError when an engine does not come up or ends, or the controller cannot be reached."""
+        stop = stop_signals()
+        async with AsyncExitStack() as stack:
+            for engine in self._engines.values():
+                await stack.enter_async_context(engine)
+            if await first_of(stop=stop.wait(), up=self._all_healthy()) == "stop":
+                return 0
+            runner = await stack.enter_async_context(serving(self._app(), tcp_site(self._spec.host, 0)))
+            self._url = base_url(runner)
+            if await first_of(stop=stop.wait(), registered=self._register(), engine=self._first_engine_ended()) == "stop":
+                return 0
+            return await self._serve(stop)
+
+    async def _all_healthy(self) -> None:
+        await asyncio.gather(*(engine.healthy() for engine in self._engines.values()))
+
+    async def _serve(self, stop: asyncio.Event) -> int:
+        self._lease.renew(self._spec.lease_ttl_s)
+        end = await first_of(
+            stop=stop.wait(), asked=self._stop_requested.wait(), expired=self._lease.expired(), engine=self._first_engine_ended()
+        )
+        if end == "expired":
+            say(f"the lease has expired: no renewal from the controller for {self._lease.ttl_s:g} s; stopping the engines")
+            return LEASE_EXPIRED_EXIT
+        return 0
+
+    async def _first_engine_ended(self) -> None:
+        """Raises RunFailed with the last lines of the log of the engine that ended."""
+        await first_of(**{name: engine.ended() for name, engine in self._engines.items()})
+
+    # ── towards the controller ──
+
+    async def _register(self) -> None:
+        """Tell the controller. Raises ControlError when it refuses, or is not there within the deadline."""
+        deadline_s = self._spec.start_deadline_s
+        try:
+            async with asyncio.timeout(deadline_s), aiohttp.ClientSession(headers=self._headers) as session:
+                await self._post_until_taken(session, encode(await self._up()))
+        except TimeoutError as error:
+            raise ControlError(f"agent {self._spec.agent_id}: no controller", expected=f"an answer within {deadline_s:g} s") from error
+
+    async def _post_until_taken(self, session: aiohttp.ClientSession, body: bytes) -> None:
+        while True:
+            try:
+                async with session.post(await self._controller() + "/v1/agents", data=body) as response:
+                    if response.status < 400:
+                        return
+                    raise ControlError(
+                        f"the controller refused agent {self._spec.agent_id}", got=f"{response.status} {await response.text()}"
+                    )
+            except aiohttp.ClientConnectionError:
+                await asyncio.sleep(RETRY_S)
+
+    async def _controller(self) -> str:
+        while not (self._spec.control_dir / ADDRESS_FILE).exists():
+            await asyncio.sleep(RETRY_S)
+        return read_address(self._spec.control_dir, deadline_s=0)
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        return {TOKEN_HEADER: f"Bearer {self._token}", "Content-Type": CONTENT_TYPE}
+
+    async def _up(self) -> AgentUp:
+        health = await asyncio.gather(*(engine.health() for engine in self._engines.values()))
+        return AgentUp(self._spec.agent_id, self._url, [self._offer(h) for h in health])
+
+    def _offer(self, health: EngineHealth) -> ExecutorInfo:
+        engine = self._engines[health.executor_id].spec.engine
+        return ExecutorInfo(health.executor_id, self._spec.kind, engine.max_concurrency, health.policy_version)
+
+    # ── the controller's requests ──
+
+    def _app(self) -> web.Application:
+        app = authenticated_app(self._token)
+        app.router.add_post(f"/v1/executors/{{executor_id}}/{{verb:{VERBS}}}", self._forward)
+        app.router.add_get("/v1/health", self._answer_health)
+        app.router.add_post("/v1/lease", self._answer_lease)
+        app.router.add_post("/v1/stop", self._answer_stop)
+        return app
+
+    async def _forward(self, request: web.Request) -> web.Response:
+        """A caller that hangs up cancels this, which closes the connection to the engine, which aborts the request."""
+        engine = self._engines.get(request.match_info["executor_id"])
+        if engine is None:
+            raise Refused(404, "unknown executor", got=request.match_info["executor_id"], expected=", ".join(self._engines))
+        status, body = await engine.post(request.match_info["verb"], await request.read())
+        return web.Response(status=status, body=body, content_type=CONTENT_TYPE)
+
+    async def _answer_health(self, request: web.Request) -> web.Response:
+        try:
+            return reply(await self._up())
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise Refused(502, "an engine does not answer", got=error) from error
+
+    async def _answer_lease(self, request: web.Request) -> web.Response:
+        ttl_s = (await received(request, LeaseRenewal)).ttl_s
+        if not ttl_s > 0:
+            raise Refused(400, "lease cannot be renewed", got=f"{ttl_s} s", expected="more than 0 s")
+        self._lease.renew(ttl_s)
+        return done()
+
+    async def _answer_stop(self, request: web.Request) -> web.Response:
+        self._stop_requested.set()
+        return done()
+
+
+def socket_folder() -> Path:
+    """A fresh folder of mode 0700 whose path leaves room for a socket's name."""
+    folder = Path(tempfile.mkdtemp(prefix="rose-"))
+    if len(str(folder)) + 1 + len(f"{'x' * 64}.sock") <= MAX_SOCKET_PATH_BYTES:
+        return folder
+    folder.rmdir()  # TMPDIR lies too deep
+    return Path(tempfile.mkdtemp(prefix="rose-", dir="/tmp"))
+
+
+def say(text: str) -> None:
+    """One line in the agent's log."""
+    print(f"rose-hpc agent: {text}", file=sys.stderr, flush=True)
+
+
+async def run_agent(spec: AgentSpec) -> int:
+    """Run an agent in a folder of its own; the exit status."""
+    spec.logs_dir.mkdir(parents=True, exist_ok=True)
+    folder = socket_folder()
+    try:
+        return await Agent(spec, folder).run()
+    finally:
+        shutil.rmtree(folder)
+
+
+def main() -> int:
+    """Entry point; the exit status."""
+    die_with_parent()
+    try:
+        return asyncio.run(run_agent(read_spec(Path(sys.argv[1]), AgentSpec)))
+    except RoseError as error:
+        return report_failure(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

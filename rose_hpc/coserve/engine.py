@@ -1,0 +1,119 @@
+"""Process of one rollout engine: `python -m rose_hpc.coserve.engine SPEC.json`.
+
+    start vLLM ─▶ listen on the Unix socket ─▶ serve ─▶ SIGTERM or SIGINT: end vLLM, exit 0
+                                                   └──▶ vLLM dies, or an update fails half-way: exit 1
+
+It ends with its parent, and vLLM's processes end with it, also after SIGKILL (lifeline.py, weights/vllm_plugin.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from aiohttp import web
+
+from rose_hpc.config import read_spec
+from rose_hpc.coserve.specs import EngineSpec
+from rose_hpc.errors import EnvironmentFault, RoseError
+from rose_hpc.http_api import BACKLOG, first_of, serving, stop_signals
+from rose_hpc.lifeline import die_with_parent, report_failure
+from rose_hpc.weights.vllm_plugin import ENGINE_PID_VARIABLE
+
+CLOSE_DEADLINE_S = 10  # if closing hangs, SIGALRM ends us then, and the kernel vLLM's processes with us
+MAX_SOCKET_PATH_BYTES = 107  # sun_path of unix(7), without the closing zero
+PLUGIN_NAME = "rose_hpc"  # of the entry point in vllm.general_plugins
+
+
+def engine_environment(spec: EngineSpec, inherited: Mapping[str, str], cpu: bool) -> dict[str, str]:
+    """All that vLLM and its processes read from the environment. inherited: this process's own. cpu: vLLM's CPU build.
+
+    TMPDIR: vLLM's own sockets ask nobody for a token, so they belong into the private folder, which also goes away with the agent.
+    spawn: a forked child would inherit vLLM's "plug-ins are loaded" and never bind its life to ours.
+    """
+    wanted = {
+        ENGINE_PID_VARIABLE: str(os.getpid()),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": inherited.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "TMPDIR": str(spec.socket.parent),
+        "VLLM_RPC_BASE_PATH": str(spec.socket.parent),
+    }
+    if plugins := inherited.get("VLLM_PLUGINS"):  # a list of what may load, ours left out
+        wanted["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*plugins.split(","), PLUGIN_NAME]))
+    return wanted | (_cpu_environment(spec, inherited) if cpu else {})
+
+
+def _cpu_environment(spec: EngineSpec, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Binding to cores would put every engine on core 0; compiling costs 20 s at the first request; one worker needs no process."""
+    wanted = {
+        "OMP_NUM_THREADS": inherited.get("OMP_NUM_THREADS", "1"),
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    return wanted | ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if spec.engine.tensor_parallel == 1 else {})
+
+
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM is one of the CPU builds, without importing it."""
+    plain = _version("vllm")
+    return _version("vllm-cpu") is not None or (plain is not None and "cpu" in plain)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+async def run_engine(spec: EngineSpec) -> int:
+    """Serve until told to stop; the exit status. Raises RunFailed when vLLM cannot serve any more."""
+    from rose_hpc.coserve.engine_api import engine_app
+    from rose_hpc.coserve.vllm_engine import RolloutEngine
+
+    token = spec.token_file.read_text()
+    engine = await RolloutEngine.start(spec)
+    stop = stop_signals()  # after the start: until here SIGTERM simply ends the process
+    try:
+        async with serving(
+            engine_app(engine, spec.executor_id, token), lambda runner: web.UnixSite(runner, str(spec.socket), backlog=BACKLOG)
+        ):
+            await first_of(stop=stop.wait(), broken=engine.broken())
+        return 0
+    finally:
+        signal.alarm(CLOSE_DEADLINE_S)
+        engine.close()
+
+
+def check_socket(path: Path) -> None:
+    """Raises EnvironmentFault: path too long for the kernel, or a folder that others may enter."""
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        raise EnvironmentFault("path of the Unix socket is too long", got=path, expected=f"at most {MAX_SOCKET_PATH_BYTES} bytes")
+    if path.parent.stat().st_mode & 0o077:
+        raise EnvironmentFault(f"{path.parent} is open to others", got=oct(path.parent.stat().st_mode & 0o777), expected="0o700")
+
+
+def main() -> int:
+    """Entry point; the exit status."""
+    die_with_parent()
+    try:
+        spec = read_spec(Path(sys.argv[1]), EngineSpec)
+        check_socket(spec.socket)
+        os.environ.update(engine_environment(spec, os.environ, is_cpu_build()))
+        return asyncio.run(run_engine(spec))
+    except RoseError as error:
+        return report_failure(error)
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # all is closed; tearing down an interpreter with vLLM and torch in it takes seconds (3 to 4 measured)

@@ -1,0 +1,247 @@
+"""The rollout engine: vLLM's AsyncLLM with token ids in, and token ids, logprobs and policy versions out.
+
+    no weights ──update──▶ serving v ──update──▶ serving v' …          (generate is refused before the first update)
+                              │ ▲
+                        pause │ │ resume                               (requests freeze and go on)
+                              ▼ │
+                            paused ──update──▶ paused                  (an update leaves a pause of the caller's as it is)
+    any ──load fails half-way, or EngineCore dies──▶ broken            (final: `broken` returns and the process ends)
+
+Invariants
+- The model's weights come only through the arena and only verified; the folder's own weights are never read.
+- Every token is sampled from π_v given KV entries computed by π_v, v being the version reported for it: an update recomputes
+  the KV cache of requests in flight and drops the prefix cache.
+- A refused update changes nothing: the old version goes on serving.
+
+Importing this module imports vLLM, which reads the environment: see engine.py, which sets it first. It does not listen on
+anything (engine_api.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from vllm import SamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
+from vllm.inputs.engine import tokens_input
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from rose_hpc.coserve.specs import EngineSpec
+from rose_hpc.errors import RunFailed
+from rose_hpc.http_api import Refused, first_of
+from rose_hpc.messages import GenerateRequest, GenerateResult, UpdateRequest, UpdateResult
+from rose_hpc.weights.vllm_plugin import BACKEND
+
+NO_VERSION = -1
+CORE_CLOSE_S = 1.5  # its teardown takes milliseconds, its interpreter's end seconds; then it is killed
+FINISH_REASONS = ("stop", "length", "abort")
+
+log = logging.getLogger(__name__)
+
+
+def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
+    """vLLM's arguments. Its CUDA graphs and compilation are for GPUs; on a CPU they cost a warm-up and gain nothing."""
+    return AsyncEngineArgs(
+        model=str(spec.model_dir),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        dtype=spec.engine.dtype,
+        seed=spec.seed,
+        tensor_parallel_size=spec.engine.tensor_parallel,
+        max_model_len=spec.engine.max_model_len,
+        max_num_seqs=spec.engine.max_concurrency,
+        kv_cache_memory_bytes=spec.engine.kv_cache_bytes,
+        block_size=spec.engine.block_size,
+        enforce_eager=current_platform.is_cpu(),
+        enable_prefix_caching=True,
+        logprobs_mode="processed_logprobs",
+        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        worker_extension_cls="rose_hpc.weights.vllm_backend.RoseWorkerExtension",
+        disable_log_stats=True,
+    )
+
+
+class RolloutEngine:
+    """One engine. All methods run in the event loop that started it."""
+
+    def __init__(self, spec: EngineSpec, llm: AsyncLLM) -> None:
+        self._spec, self._llm = spec, llm
+        self._vocabulary = llm.model_config.get_vocab_size()
+        self._control = asyncio.Lock()  # pause, resume and update, one at a time
+        self._live: set[str] = set()
+        self._serving: UpdateResult | None = None
+        self._paused = False
+        self._load_failed = asyncio.Event()
+
+    @classmethod
+    async def start(cls, spec: EngineSpec) -> RolloutEngine:
+        """Start vLLM (blocks the loop for seconds, from its main thread: the lifeline of its children hangs on that thread)."""
+        llm = AsyncLLM.from_engine_args(engine_args(spec))
+        await llm.init_weight_transfer_engine(WeightTransferInitRequest({"arena": str(spec.arena)}))
+        await llm.get_supported_tasks()  # cached from here on: `generate` then registers with vLLM without yielding to an abort
+        return cls(spec, llm)
+
+    @property
+    def policy_version(self) -> int:
+        return NO_VERSION if self._serving is None else self._serving.version
+
+    @property
+    def running(self) -> int:
+        """Requests in flight, queued ones included."""
+        return len(self._live)
+
+    @property
+    def paused(self) -> bool:
+        return self._paused
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Sample one turn. Cancelling the call aborts the request.
+
+        Raises Refused: 409 without weights or for a request id in flight, 400 for what vLLM cannot run, 503 when it is dying.
+        """
+        self._check(request)
+        self._live.add(request.request_id)
+        try:
+            async for output in self._llm.generate(tokens_input(request.prompt_token_ids), _sampling(request), request.request_id):
+                final = output  # FINAL_ONLY: there is exactly one
+        except (VLLMClientError, ValueError) as error:
+            raise Refused(400, "vLLM refused the request", got=error) from error
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise Refused(503, "vLLM failed", got=error) from error
+        finally:
+            self._live.discard(request.request_id)
+        return _result(request.request_id, final)
+
+    def _check(self, request: GenerateRequest) -> None:
+        if self._serving is None:
+            raise Refused(409, "no policy version applied yet", remedy="send an update first")
+        if request.request_id in self._live:
+            raise Refused(409, "request id in flight", got=request.request_id)
+        length, limit = len(request.prompt_token_ids) + request.max_new_tokens, self._spec.engine.max_model_len
+        if not request.prompt_token_ids or request.max_new_tokens < 1 or length > limit:
+            raise Refused(
+                400,
+                "prompt and answer do not fit",
+                got=f"{len(request.prompt_token_ids)} + {request.max_new_tokens} tokens",
+                expected=f"at least 1 + 1, at most {limit} together",
+            )
+        if not 0 <= min(request.prompt_token_ids) <= max(request.prompt_token_ids) < self._vocabulary:
+            raise Refused(400, "token id outside of the vocabulary", expected=f"0 to {self._vocabulary - 1}")
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """End these now; their `generate` returns the partial tokens. Ids not in flight are ignored."""
+        if known := [r for r in request_ids if r in self._live]:
+            await self._llm.abort(known)
+
+    async def pause(self) -> None:
+        """Freeze all requests, new ones included, between two steps."""
+        async with self._control:
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
+            self._paused = True
+
+    async def resume(self) -> None:
+        """Go on where `pause` stopped."""
+        async with self._control:
+            await self._llm.resume_generation()
+            self._paused = False
+
+    async def update(self, request: UpdateRequest) -> UpdateResult:
+        """Serve another version. The same version and digest again: the earlier result, at once.
+
+        Raises Refused 409: not newer, not in the arena, or not the trainer's bits; the old version goes on serving.
+        """
+        async with self._control:
+            if self._serving is not None and (self._serving.version, self._serving.digest) == (request.version, request.digest):
+                return self._serving
+            if request.version <= self.policy_version:
+                raise Refused(409, "not newer than the serving version", got=request.version, expected=f"> {self.policy_version}")
+            begin_s = time.monotonic()
+            digest = await self._verify(request)
+            pause_s = await self._apply(request)
+            self._serving = UpdateResult(request.version, digest, time.monotonic() - begin_s, pause_s)
+            return self._serving
+
+    async def _verify(self, request: UpdateRequest) -> int:
+        """The digest that every worker recomputed from the bytes that it will load."""
+        answers = await self._llm.collective_rpc("rose_verify", args=(request.version, request.digest))
+        if faults := [a["fault"] for a in answers if a["fault"] is not None]:
+            raise Refused(409, f"version {request.version} refused", got=faults[0])
+        return int(answers[0]["digest"])
+
+    async def _apply(self, request: UpdateRequest) -> float:
+        """Load the verified version between two steps; seconds of pause.
+
+        A failure in here leaves weights of two versions in the model. It must not serve, so it stays paused and the process ends.
+        """
+        begin_s = time.monotonic()
+        try:
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
+            await self._llm.start_weight_update()
+            await self._llm.update_weights(WeightTransferUpdateRequest({"version": request.version, "digest": request.digest}))
+            await self._llm.finish_weight_update(str(request.version))
+            await self._llm.reset_prefix_cache(reset_running_requests=True)
+            if not self._paused:
+                await self._llm.resume_generation()
+        except Exception as error:  # the edge to vLLM, which raises bare Exception for what failed in another process
+            self._load_failed.set()
+            raise Refused(500, f"loading version {request.version} failed; this engine ends", got=error) from error
+        return time.monotonic() - begin_s
+
+    async def broken(self) -> None:
+        """Returns never, unless the engine cannot serve any more: then raises RunFailed."""
+        # vLLM's output loop ends exactly when its core has died; asyncio.wait watches it without cancelling it
+        cause = await first_of(core=asyncio.wait((self._llm.output_handler,)), update=self._load_failed.wait())
+        raise RunFailed(f"engine {self._spec.executor_id}: " + {"core": "vLLM's core died", "update": "an update failed half-way"}[cause])
+
+    def close(self) -> None:
+        """End vLLM and its processes, whatever is in flight."""
+        self._llm.shutdown(timeout=CORE_CLOSE_S)
+
+
+def _sampling(request: GenerateRequest) -> SamplingParams:
+    """No text is involved: no detokenisation, and the only stop tokens are the request's."""
+    return SamplingParams(
+        temperature=request.temperature,
+        max_tokens=request.max_new_tokens,
+        stop_token_ids=request.stop_token_ids,
+        ignore_eos=True,
+        logprobs=0,  # the sampled token's only
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _result(request_id: str, output: RequestOutput) -> GenerateResult:
+    completion = output.outputs[0]
+    if completion.finish_reason not in FINISH_REASONS:
+        raise Refused(500, "vLLM ended the request", got=completion.finish_reason, expected=" or ".join(FINISH_REASONS))
+    return GenerateResult(
+        request_id=request_id,
+        token_ids=list(completion.token_ids),
+        logprobs=_logprobs(completion),
+        policy_versions=_versions(completion),
+        finish_reason=completion.finish_reason,
+        cached_tokens=output.num_cached_tokens if output.num_cached_tokens is not None else 0,
+    )
+
+
+def _logprobs(completion: CompletionOutput) -> list[float]:
+    """One per token: the sampled token is the first entry of its position."""
+    flat = completion.logprobs
+    return [flat.logprobs[start] for start in flat.start_indices] if isinstance(flat, FlatLogprobs) else []
+
+
+def _versions(completion: CompletionOutput) -> list[int]:
+    """One per token, from vLLM's spans over the output."""
+    return [int(span.version) for span in completion.weight_versions or [] for _ in range(span.start, span.end)]

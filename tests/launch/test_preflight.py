@@ -1,0 +1,67 @@
+"""Sizing checks before the start, against hand-computed figures."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from rose_hpc.config import EngineConfig, WeightsConfig, parse
+from rose_hpc.errors import ConfigError, EnvironmentFault
+from rose_hpc.launch import preflight
+
+SHAPE = {"layers": 2, "kv_heads": 2, "head_dim": 32, "max_positions": 512}
+
+
+def test_the_least_kv_budget_is_one_sequence_and_one_block():
+    engine = EngineConfig(dtype="float32", block_size=32, max_model_len=100)
+    block = 2 * 2 * 2 * 32 * 4 * 32  # K and V, layers, heads, head_dim, bytes, tokens
+    assert preflight.least_kv_bytes(engine, SHAPE) == (4 + 1) * block
+    exactly = EngineConfig(max_model_len=100, kv_cache_bytes=5 * block)
+    preflight.check_engine(exactly, SHAPE)
+    with pytest.raises(ConfigError, match="KV budget"):
+        preflight.check_engine(exactly.model_copy(update={"kv_cache_bytes": 5 * block - 1}), SHAPE)
+
+
+def test_kv_heads_are_shared_out_over_tensor_parallel_ranks_but_at_least_one_each():
+    one = preflight.least_kv_bytes(EngineConfig(tensor_parallel=1), SHAPE)
+    assert preflight.least_kv_bytes(EngineConfig(tensor_parallel=2), SHAPE) == one // 2
+    assert preflight.least_kv_bytes(EngineConfig(tensor_parallel=4), SHAPE) == one // 2
+
+
+def test_a_context_longer_than_the_models_is_refused():
+    with pytest.raises(ConfigError, match="context is longer"):
+        preflight.check_engine(EngineConfig(max_model_len=513), SHAPE)
+
+
+def test_parameters_are_counted_from_the_headers(tmp_path):
+    save_file({"a": np.zeros((3, 5), np.float32), "b": np.zeros((), np.float32)}, tmp_path / "one.safetensors")
+    save_file({"c": np.zeros((7,), np.float16)}, tmp_path / "two.safetensors", metadata={"format": "pt"})
+    assert preflight.parameter_count(tmp_path) == 15 + 1 + 7
+
+
+def test_a_file_that_is_no_safetensors_is_refused_without_reading_it_whole(tmp_path):
+    (tmp_path / "x.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(ConfigError, match="not a safetensors file"):
+        preflight.parameter_count(tmp_path)
+
+
+def test_too_little_room_for_the_arenas_is_found_before_the_start(tmp_path):
+    save_file({"a": np.zeros((3, 5), np.float32)}, tmp_path / "one.safetensors")
+    config = parse({"steps": 1, "model": {"tiny": {}}, "weights": {"arena_root": str(tmp_path)}}, "test")
+    preflight.check_arena_space(config, tmp_path)
+    huge = config.model_copy(update={"weights": WeightsConfig(arena_root=tmp_path, retained_versions=10**15)})
+    with pytest.raises(EnvironmentFault, match="too small for the arenas"):
+        preflight.check_arena_space(huge, tmp_path)
+
+
+def test_an_incomplete_or_unreadable_model_folder_is_explained(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="incomplete"):
+        preflight.check_model(tmp_path)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        preflight.read_model_config(tmp_path)
+    (tmp_path / "config.json").write_text(
+        json.dumps({"num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 128, "max_position_embeddings": 64})
+    )
+    assert preflight.read_model_config(tmp_path) == {"layers": 2, "kv_heads": 4, "head_dim": 32, "max_positions": 64}

@@ -1,0 +1,88 @@
+"""The supervisor leaves nothing running: not a child that ignores SIGTERM, not a grandchild, not when it is killed itself."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from rose_hpc.launch import processes
+from rose_hpc.launch.processes import Supervisor
+
+STUBBORN = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid, flush=True)
+time.sleep(60)
+"""
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition, deadline_s=10):
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(processes, "TERM_DEADLINE_S", 0.3)
+
+
+def test_a_stubborn_child_and_its_children_are_killed(tmp_path, quick):
+    with Supervisor(tmp_path) as supervisor:
+        child = supervisor.start("stubborn", [sys.executable, "-c", STUBBORN])
+        wait_until(lambda: child.log.read_text().strip())
+        grandchild = int(child.log.read_text())
+        assert alive(grandchild)
+    assert child.process.returncode == -signal.SIGKILL
+    wait_until(lambda: not alive(grandchild))
+
+
+def test_the_last_words_of_a_child_are_told_and_only_this_attempts(tmp_path):
+    (tmp_path / "c.log").write_text('{"error": "an older story", "exit": 1}\n')
+    program = """
+import sys
+from rose_hpc.errors import ConfigError
+from rose_hpc.lifeline import report_failure
+print("noise")
+sys.exit(report_failure(ConfigError("no such key", got="x")))
+"""
+    with Supervisor(tmp_path) as supervisor:
+        child = supervisor.start("c", [sys.executable, "-c", program])
+        other = supervisor.start("d", [sys.executable, "-c", "import sys; print('just text'); sys.exit(1)"])
+        assert supervisor.wait_ended(20)
+        assert child.failure() == "no such key\n  got: x" and other.failure() == "just text"
+        assert [c.name for c in supervisor.failed()] == ["c", "d"]  # what the user can put right comes first
+
+
+def test_children_die_with_a_killed_supervisor(tmp_path):
+    program = f"""
+import sys, time
+from pathlib import Path
+from rose_hpc.launch.processes import Supervisor
+with Supervisor(Path({str(tmp_path)!r})) as s:
+    sleeper = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
+    c = s.start("child", [sys.executable, "-m", "rose_hpc.lifeline", *sleeper])
+    print(c.process.pid, flush=True)
+    time.sleep(60)
+"""
+    owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    child = int(owner.stdout.readline())
+    try:
+        wait_until(lambda: (tmp_path / "child.log").read_text().strip() == "up")
+    finally:
+        os.kill(owner.pid, signal.SIGKILL)
+        owner.wait(10)
+        owner.stdout.close()
+    wait_until(lambda: not alive(child))

@@ -1,0 +1,67 @@
+"""The run folder and the arena home: private, refused when in use, nothing leaks."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rose_hpc.config import load, parse
+from rose_hpc.errors import ConfigError
+from rose_hpc.launch import run_folder
+from rose_hpc.weights.arena_home import ArenaHome, sweep
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+CONFIG = parse({"steps": 3, "model": {"tiny": {}}}, "test")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
+def test_every_shipped_configuration_loads(path):
+    assert load(path).steps > 0
+
+
+def test_a_run_folder_reopens_with_the_configuration_it_was_made_with(tmp_path):
+    made = run_folder.create(tmp_path / "run", CONFIG)
+    first_token = (made.control / "token").read_text()
+    folder, config = run_folder.reopen(tmp_path / "run")
+    assert config == CONFIG and folder == made
+    assert (made.control / "token").read_text() != first_token  # an earlier attempt's token is worth nothing
+    assert {p.name for p in made.path.iterdir()} >= {"config.json", "env.json", "code.json", "control", "logs", "checkpoints"}
+
+
+def test_a_folder_with_something_in_it_is_refused(tmp_path):
+    (tmp_path / "x").write_text("")
+    with pytest.raises(ConfigError, match="not empty"):
+        run_folder.create(tmp_path, CONFIG)
+
+
+def test_an_arena_home_is_private_and_gone_afterwards(tmp_path):
+    with ArenaHome(tmp_path) as home:
+        assert home.path.stat().st_mode & 0o777 == 0o700 and home.tmp.is_dir()
+        assert sweep(tmp_path) == [] and home.path.exists()  # owned: not swept
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_home_of_a_killed_owner_is_swept_by_the_next_run_and_others_are_not(tmp_path):
+    program = """
+import sys, time
+from pathlib import Path
+from rose_hpc.weights.arena_home import ArenaHome
+with ArenaHome(Path(sys.argv[1])) as home:
+    print(home.path, flush=True)
+    time.sleep(60)
+"""
+    owner = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    abandoned = Path(owner.stdout.readline().strip())
+    (tmp_path / "rose_hpc-somebody-else").mkdir()
+    try:
+        assert sweep(tmp_path) == []
+    finally:
+        os.kill(owner.pid, signal.SIGKILL)
+        owner.wait(10)
+        owner.stdout.close()
+    with ArenaHome(tmp_path):
+        assert not abandoned.exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["rose_hpc-somebody-else"]

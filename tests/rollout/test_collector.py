@@ -1,0 +1,149 @@
+"""The collector over scripted executors: every trajectory ends exactly once, whatever the executors do."""
+
+import asyncio
+import random
+
+import pytest
+
+from rose_hpc.config import EnvConfig, SamplingConfig
+from rose_hpc.errors import RunFailed
+from rose_hpc.messages import GenerateResult
+from rose_hpc.rollout.client import ExecutorError
+from rose_hpc.rollout.collector import FAILURES_BEFORE_LEAVING, MAX_TRIES, Collector, Executor
+from rose_hpc.rollout.scheduler import ExecutorJoined, RolloutScheduler, VersionApplied, VersionRequired
+from rose_hpc.rollout.trajectories import State
+
+WORDS = ["<eos>", "<obs>", "<act>", "L", "D", "R", "U", *[f"row{i}" for i in range(4)], *[f"col{i}" for i in range(4)]]
+GOAL_PATH = "DDRRDR"  # on the default 4x4 map
+
+
+class WordTokenizer:
+    eos_token_id = 0
+
+    def encode(self, text):
+        return [WORDS.index(w) for w in text.split()]
+
+    def action(self, token_ids):
+        return " ".join(WORDS[t] for t in token_ids if t != 0)
+
+
+class ScriptedClient:
+    """An agent that plays GOAL_PATH; `behave(request)` may raise or change the result."""
+
+    def __init__(self, behave=lambda request, result: result, delay_s=lambda: 0.0):
+        self.behave, self.delay_s, self.in_flight, self.most, self.requests = behave, delay_s, 0, 0, []
+
+    async def generate(self, executor_id, request, deadline_s):
+        self.in_flight += 1
+        self.most = max(self.most, self.in_flight)
+        self.requests.append(request.request_id)
+        try:
+            await asyncio.sleep(self.delay_s())
+            turn = sum(t == WORDS.index("<obs>") for t in request.prompt_token_ids) - 1
+            action = WORDS.index(GOAL_PATH[turn % len(GOAL_PATH)])
+            return self.behave(request, GenerateResult(request.request_id, [action, 0], [-0.1, -0.2], [5, 5], "stop"))
+        finally:
+            self.in_flight -= 1
+
+
+def fail(request, result):
+    raise ExecutorError("gone")
+
+
+def collector_of(clients, groups=2, size=3, cap=4, max_model_len=200, lost=None):
+    scheduler = RolloutScheduler()
+    executors = {name: Executor(name, "dedicated", client) for name, client in clients.items()}
+    for name in executors:
+        scheduler.observe(ExecutorJoined(name, "dedicated", cap), 0.0)
+        scheduler.observe(VersionApplied(name, 5), 0.0)
+    on_lost = (lambda executor_id, reason: lost.append(executor_id)) if lost is not None else (lambda *_: None)
+    sampling = SamplingConfig(groups=groups, group_size=size)
+    return Collector(executors, scheduler, WordTokenizer(), EnvConfig(), sampling, max_model_len, 5.0, on_lost), scheduler
+
+
+def collect(collector, groups=2, step=0):
+    return asyncio.run(asyncio.wait_for(collector.collect(step, list(range(groups))), 20))
+
+
+def test_every_trajectory_is_played_to_its_end_and_counted_once():
+    client = ScriptedClient()
+    collector, _ = collector_of({"a": client})
+    batch = collect(collector)
+    assert len(batch.trajectories) == 6 and all(t.state is State.DONE and t.reward == 1 and t.success for t in batch.trajectories)
+    assert [t.group for t in batch.trajectories] == [0, 0, 0, 1, 1, 1]
+    assert (
+        len(batch.turns) == 36 == len(set(client.requests))
+        and batch.new_tokens("dedicated") == 72
+        and batch.new_tokens("opportunistic") == 0
+    )
+    assert sorted(batch.end_s) == list(range(6)) and client.most <= 4
+
+
+def test_a_second_step_starts_afresh():
+    collector, scheduler = collector_of({"a": ScriptedClient()})
+    for step in range(2):
+        assert all(t.success for t in collect(collector, step=step).trajectories)
+    assert scheduler.snapshot(0.0).queued == 0
+
+
+def test_lost_and_aborted_turns_are_tried_again_under_new_ids_without_losing_tokens():
+    flaky = random.Random(3)
+
+    def behave(request, result):
+        match flaky.randrange(8):
+            case 0:
+                raise ExecutorError("connection reset")
+            case 1:
+                return GenerateResult(request.request_id, result.token_ids[:1], [-0.1], [5], "abort")
+        return result
+
+    client = ScriptedClient(behave)
+    collector, _ = collector_of({"a": client, "b": ScriptedClient()}, groups=4, size=4)
+    batch = collect(collector, groups=4)
+    lost = sum(t.turns_lost for t in batch.trajectories)
+    assert lost > 0 and len(client.requests) == len(set(client.requests))
+    done = [t for t in batch.trajectories if t.state is State.DONE]
+    assert all(t.turns == 6 and t.success for t in done) and len(done) >= 15
+
+
+def test_an_executor_that_keeps_failing_is_taken_out_and_its_turns_go_elsewhere():
+    lost = []
+    bad = ScriptedClient(fail)
+    collector, _ = collector_of({"bad": bad, "good": ScriptedClient()}, lost=lost)
+    batch = collect(collector)
+    assert lost == ["bad"] and len(bad.requests) <= FAILURES_BEFORE_LEAVING + 4
+    assert all(t.success for t in batch.trajectories if t.state is State.DONE)
+    assert sum(t.state is State.FAILED for t in batch.trajectories) <= 1
+
+
+def test_without_any_executor_left_the_step_fails_instead_of_waiting_for_ever():
+    collector, _ = collector_of({"a": ScriptedClient(fail)}, groups=4, size=8)
+    with pytest.raises(RunFailed, match="no executor"):
+        collect(collector, groups=4)
+
+
+def test_executors_behind_the_required_version_are_an_error_not_a_hang():
+    collector, scheduler = collector_of({"a": ScriptedClient()})
+    scheduler.observe(VersionRequired(6), 0.0)
+    with pytest.raises(RunFailed, match="no executor"):
+        collect(collector)
+
+
+def test_a_turn_that_fails_every_time_costs_its_own_trajectory_only():
+    def behave(request, result):
+        if request.request_id.startswith("s0.2."):
+            raise ExecutorError("this one never works")
+        return result
+
+    client = ScriptedClient(behave)
+    collector, _ = collector_of({"a": client})
+    batch = collect(collector)
+    states = [t.state for t in batch.trajectories]
+    assert states[2] is State.FAILED and states.count(State.DONE) == 5
+    assert sum(r.startswith("s0.2.") for r in client.requests) == MAX_TRIES
+
+
+def test_a_full_context_ends_the_trajectory_as_failed():
+    collector, _ = collector_of({"a": ScriptedClient()}, max_model_len=20)
+    batch = collect(collector)
+    assert {t.state for t in batch.trajectories} == {State.FAILED} and batch.trajectories[0].failure == "the context is full"
