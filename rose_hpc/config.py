@@ -58,6 +58,16 @@ class ModelConfig(Section):
         return self
 
 
+class TinyLlamaConfig(Section):
+    """A small Llama with a byte-level tokenizer and random weights: a serving model unlike the policy in every respect."""
+
+    hidden_size: int = Field(256, ge=32)
+    layers: int = Field(4, ge=1)
+    heads: int = Field(4, ge=1)
+    kv_heads: int = Field(2, ge=1)
+    head_dim: int = Field(64, ge=32)
+
+
 class EnvConfig(Section):
     """The multi-turn environment."""
 
@@ -118,6 +128,50 @@ class RolloutConfig(Section):
     engine: EngineConfig = EngineConfig()
 
 
+class SloConfig(Section):
+    """What the serving operator promises to its users, per request, measured at the client."""
+
+    ttft_s: float = Field(0.5, gt=0, description="time to the first token")
+    tpot_s: float = Field(0.15, gt=0, description="mean time per output token after the first")
+
+
+class TrafficConfig(Section):
+    """Open-loop requests to the serving engine: a trace file, else synthetic bursts. Requests are never dropped."""
+
+    trace: Path | None = Field(None, description="a published format: Azure LLM (CSV), Mooncake (JSONL), BurstGPT (CSV)")
+    time_scale: float = Field(1.0, gt=0, description="trace seconds × this = our seconds")
+    length_scale: float = Field(1.0, gt=0, description="trace tokens × this = our tokens, at least 1")
+    requests_per_s: float = Field(3.2, gt=0, description="synthetic: mean rate")
+    burstiness_cv: float = Field(2.5, gt=0, description="synthetic: coefficient of variation of the gamma gaps; 1 is Poisson")
+    prompt_tokens: tuple[int, int] = Field((100, 400), description="synthetic: smallest and largest")
+    output_tokens: tuple[int, int] = Field((20, 60), description="synthetic: smallest and largest")
+    seed: int = Field(0, ge=0)
+
+
+class ServingConfig(Section):
+    """The operator's side: a serving engine under traffic, and the device that it lends."""
+
+    model: Path | None = Field(None, description="folder in Hugging Face format; without it a tiny Llama is made")
+    tiny: TinyLlamaConfig = TinyLlamaConfig()
+    engine: EngineConfig = EngineConfig(dtype="bfloat16", max_model_len=1024, kv_cache_bytes=128 << 20)
+    slo: SloConfig = SloConfig()
+    traffic: TrafficConfig = TrafficConfig()
+    device_cpus: list[int] = Field([0], min_length=1, description="the cores that stand for the shared device where there is no GPU")
+    rollout: EngineConfig = Field(EngineConfig(max_concurrency=32), description="the opportunistic rollout engine on that device")
+
+
+class GateConfig(Section):
+    """The slack gate of an opportunistic rollout engine."""
+
+    hold_cap_s: float = Field(
+        0.005, gt=0, description="longest wait inside one scheduling decision: requests and aborts are only seen between"
+    )
+    stale_s: float = Field(
+        1.0, gt=0, description="a busy board that is older says nothing: hold while its writer lives, ignore it when dead"
+    )
+    headroom_frac: float = Field(0.3, ge=0, description="a predicted step must fit this much sooner than the slack ends")
+
+
 class WeightsConfig(Section):
     """Weight transfer from the trainer's arena to the executors' arenas."""
 
@@ -151,6 +205,10 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     weights: WeightsConfig = WeightsConfig()
     control: ControlConfig = ControlConfig()
+    serving: ServingConfig | None = Field(
+        None, description="lend a serving engine's device to the run; without it, dedicated executors only"
+    )
+    gate: GateConfig = GateConfig()
 
 
 def load(path: Path, overrides: list[str] | None = None) -> RunConfig:
