@@ -8,7 +8,7 @@ RUN    ?= runs/quickstart
 SEED   ?= 0
 VLLM   := 0.32.0
 TORCH  := 2.13.0
-PATHS  := rose_hpc tests mpi
+PATHS  := rose_hpc tests
 RUFF   := --line-length 140 --target-version py311
 
 .PHONY: setup quickstart test test-fast test-all lint clean
