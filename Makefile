@@ -38,14 +38,17 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Fast tests need no engine and no MPI, and run side by side; the others want the machine for themselves.
+FAST   := not engine and not mpi and not life and not chaos and not gpu
+
 test-fast: setup
-	$(BIN)/pytest -q -m "not engine and not mpi and not life and not chaos and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile -m "$(FAST)"
 
-test: lint
-	$(BIN)/pytest -m "not chaos and not gpu"
+test: lint test-fast
+	$(BIN)/pytest -m "not ($(FAST)) and not chaos and not gpu"
 
-test-all: lint
-	$(BIN)/pytest
+test-all: lint test-fast
+	$(BIN)/pytest -m "not ($(FAST))"
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -5,6 +5,7 @@ Exit status: 0 done, 2 where the user can put it right, 1 otherwise, 128 + signa
 
 from __future__ import annotations
 
+import enum
 import json
 import sys
 from datetime import datetime
@@ -16,6 +17,7 @@ from rich.console import Console
 
 from rose_hpc import config as configuration
 from rose_hpc.errors import RoseError
+from rose_hpc.traffic.cli import app as trace_app
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -24,6 +26,15 @@ app = typer.Typer(
 )
 model_app = typer.Typer(no_args_is_help=True, help="Make models.")
 app.add_typer(model_app, name="model")
+app.add_typer(trace_app, name="trace")
+
+
+class Family(enum.StrEnum):
+    """Architectures that `model tiny` can make."""
+
+    QWEN3 = "qwen3"
+    LLAMA = "llama"
+
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object, last.")]
 
@@ -78,18 +89,25 @@ def _show_report(run_dir: Path, as_json: bool = False) -> None:
 @model_app.command("tiny")
 def model_tiny(
     out: Annotated[Path, typer.Option("--out", help="New folder for the model.")],
+    family: Annotated[Family, typer.Option("--family", help="qwen3: a warmed-up policy; llama: a random serving model.")] = Family.QWEN3,
     seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
-    config: Annotated[Path | None, typer.Option("--config", help="Take model.tiny and env from this TOML or JSON file.")] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="Take shapes and environment from this TOML or JSON file.")] = None,
 ) -> None:
-    """Make a small Qwen3 with its own tokenizer, warmed up by imitation of a noisy expert. Offline and seeded.
+    """Make a small model with its own tokenizer. Offline and seeded. A Qwen3 is warmed up by imitation of a noisy expert.
 
     Example: rose-hpc model tiny --out models/tiny --seed 1
     """
-    from rose_hpc.models.tiny import make_tiny_qwen3
-
     loaded = None if config is None else configuration.load(config)
-    tiny = loaded.model.tiny if loaded is not None and loaded.model.tiny is not None else configuration.TinyModelConfig()
-    make_tiny_qwen3(out, tiny, loaded.env if loaded is not None else configuration.EnvConfig(), seed)
+    if family is Family.LLAMA:
+        from rose_hpc.models.llama import make_tiny_llama
+
+        lent = loaded is not None and loaded.serving is not None
+        make_tiny_llama(out, loaded.serving.tiny if lent else configuration.TinyLlamaConfig(), seed)
+    else:
+        from rose_hpc.models.tiny import make_tiny_qwen3
+
+        tiny = loaded.model.tiny if loaded is not None and loaded.model.tiny is not None else configuration.TinyModelConfig()
+        make_tiny_qwen3(out, tiny, loaded.env if loaded is not None else configuration.EnvConfig(), seed)
     print(out)
 
 

@@ -191,6 +191,7 @@ class ControlConfig(Section):
     lease_ttl_s: float = Field(10, gt=0)
     heartbeat_s: float = Field(2, gt=0)
     start_deadline_s: float = Field(300, gt=0)
+    lend_patience_s: float = Field(120, ge=0, description="wait this long for opportunistic executors before the first step")
 
 
 class RunConfig(Section):

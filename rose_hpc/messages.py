@@ -127,6 +127,23 @@ class LeaseRenewal(Message, frozen=True):
     ttl_s: float
 
 
+class DeviceSample(Message, frozen=True):
+    """How a lent device was used since the last sample. Fractions of its time; quota: what confines the rollout engine."""
+
+    device: str
+    serving_busy_frac: float
+    rollout_busy_frac: float
+    gate_held_frac: float
+    quota: str
+
+
+class AgentStatus(Message, frozen=True):
+    """An agent's answer to a renewal: its lent devices, and the executors that are still there."""
+
+    devices: list[DeviceSample]
+    executor_ids: list[str]
+
+
 class Fault(Message, frozen=True):
     """Body of every refused request."""
 

@@ -5,7 +5,7 @@
           └─ one does not come up ─▶ exit 1                                     └─ an engine ends ─────────────────▶ exit 1
 
     POST /v1/executors/ID/{generate,abort,pause,resume,update}   forwarded to the engine byte for byte; its status comes back
-    GET  /v1/health → AgentUp      POST /v1/lease LeaseRenewal → 204      POST /v1/stop → 204
+    GET  /v1/health → AgentUp      POST /v1/lease LeaseRenewal → AgentStatus      POST /v1/stop → 204
 
 Invariants
 - However it ends, no process of an engine outlives it: each engine has a process group of its own, gets SIGTERM, then the group
@@ -29,6 +29,7 @@ from aiohttp import web
 
 from rose_hpc.config import read_spec
 from rose_hpc.control import ADDRESS_FILE, TOKEN_FILE, read_address, read_token
+from rose_hpc.coserve.device import Device
 from rose_hpc.coserve.engine import MAX_SOCKET_PATH_BYTES
 from rose_hpc.coserve.lease import Lease
 from rose_hpc.coserve.processes import EngineProcess
@@ -48,7 +49,7 @@ from rose_hpc.http_api import (
     tcp_site,
 )
 from rose_hpc.lifeline import die_with_parent, report_failure
-from rose_hpc.messages import TOKEN_HEADER, AgentUp, EngineHealth, ExecutorInfo, LeaseRenewal, encode
+from rose_hpc.messages import TOKEN_HEADER, AgentStatus, AgentUp, EngineHealth, ExecutorInfo, LeaseRenewal, encode
 
 LEASE_EXPIRED_EXIT = 3
 RETRY_S = 0.2
@@ -58,8 +59,8 @@ VERBS = "generate|abort|pause|resume|update"
 class Agent:
     """One run of the agent; `run` is called once."""
 
-    def __init__(self, spec: AgentSpec, folder: Path) -> None:
-        self._spec, self._token = spec, read_token(spec.control_dir)
+    def __init__(self, spec: AgentSpec, folder: Path, device: Device | None = None) -> None:
+        self._spec, self._token, self._device = spec, read_token(spec.control_dir), device
         self._engines = {offer.executor_id: self._engine(offer, folder) for offer in spec.engines}
         self._lease = Lease(spec.lease_ttl_s)
         self._stop_requested = asyncio.Event()
@@ -70,12 +71,10 @@ class Agent:
         spec = EngineSpec(**offer.model_dump(), socket=folder / f"{name}.sock", token_file=(self._spec.control_dir / TOKEN_FILE).absolute())
         return EngineProcess(spec, self._spec.logs_dir / f"engine-{name}.log", self._token)
 
-    async def run(self) -> int:
+    async def run(self, stop: asyncio.Event) -> int:
         """The exit status. Raises RoseError when an engine does not come up or ends, or the controller cannot be reached."""
-        stop = stop_signals()
         async with AsyncExitStack() as stack:
-            for engine in self._engines.values():
-                await stack.enter_async_context(engine)
+            await self._start_engines(stack)
             if await first_of(stop=stop.wait(), up=self._all_healthy()) == "stop":
                 return 0
             runner = await stack.enter_async_context(serving(self._app(), tcp_site(self._spec.host, 0)))
@@ -84,8 +83,20 @@ class Agent:
                 return 0
             return await self._serve(stop)
 
+    async def _start_engines(self, stack: AsyncExitStack) -> None:
+        """Start all; on a lent device they are confined from their first instruction on, and set free to end."""
+        for engine in self._engines.values():
+            await stack.enter_async_context(engine)
+            if self._device is not None:
+                self._device.rollout_spawned(engine.pid)
+        if self._device is not None:
+            stack.callback(self._device.give_back)
+
     async def _all_healthy(self) -> None:
         await asyncio.gather(*(engine.healthy() for engine in self._engines.values()))
+        if self._device is not None:
+            for engine in self._engines.values():
+                self._device.rollout_up(engine.pid)
 
     async def _serve(self, stop: asyncio.Event) -> int:
         self._lease.renew(self._spec.lease_ttl_s)
@@ -170,7 +181,8 @@ class Agent:
         if not ttl_s > 0:
             raise Refused(400, "lease cannot be renewed", got=f"{ttl_s} s", expected="more than 0 s")
         self._lease.renew(ttl_s)
-        return done()
+        samples = [self._device.sample()] if self._device is not None else []
+        return reply(AgentStatus(samples, [name for name, engine in self._engines.items() if engine.is_running]))
 
     async def _answer_stop(self, request: web.Request) -> web.Response:
         self._stop_requested.set()
@@ -196,9 +208,13 @@ async def run_agent(spec: AgentSpec) -> int:
     spec.logs_dir.mkdir(parents=True, exist_ok=True)
     folder = socket_folder()
     try:
-        return await Agent(spec, folder).run()
+        if spec.serving is not None:
+            from rose_hpc.coserve.lender import Lender  # it builds on this module
+
+            return await Lender(spec, folder).run()
+        return await Agent(spec, folder).run(stop_signals())
     finally:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # what a killed vLLM process was still writing may appear meanwhile
 
 
 def main() -> int:

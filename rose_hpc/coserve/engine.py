@@ -47,17 +47,17 @@ def engine_environment(spec: EngineSpec, inherited: Mapping[str, str], cpu: bool
     }
     if plugins := inherited.get("VLLM_PLUGINS"):  # a list of what may load, ours left out
         wanted["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*plugins.split(","), PLUGIN_NAME]))
-    return wanted | (_cpu_environment(spec, inherited) if cpu else {})
+    return wanted | (cpu_environment(spec.engine.tensor_parallel, inherited) if cpu else {})
 
 
-def _cpu_environment(spec: EngineSpec, inherited: Mapping[str, str]) -> dict[str, str]:
+def cpu_environment(tensor_parallel: int, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Binding to cores would put every engine on core 0; compiling costs 20 s at the first request; one worker needs no process."""
     wanted = {
         "OMP_NUM_THREADS": inherited.get("OMP_NUM_THREADS", "1"),
         "TORCHDYNAMO_DISABLE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
-    return wanted | ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if spec.engine.tensor_parallel == 1 else {})
+    return wanted | ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if tensor_parallel == 1 else {})
 
 
 def is_cpu_build() -> bool:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from typing import Any
 
 from vllm import SamplingParams
 from vllm.config import WeightTransferConfig
@@ -36,6 +37,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from rose_hpc.coserve import rollout_plugin
 from rose_hpc.coserve.specs import EngineSpec
 from rose_hpc.errors import RunFailed
 from rose_hpc.http_api import Refused, first_of
@@ -68,7 +70,15 @@ def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         worker_extension_cls="rose_hpc.weights.vllm_backend.RoseWorkerExtension",
         disable_log_stats=True,
+        **_gated(spec),
     )
+
+
+def _gated(spec: EngineSpec) -> dict[str, Any]:
+    """On a lent device the scheduler asks the gate before each step."""
+    if spec.gate is None:
+        return {}
+    return {"scheduler_cls": rollout_plugin.SCHEDULER_CLASS, "additional_config": {rollout_plugin.CONFIG_KEY: spec.gate}}
 
 
 class RolloutEngine:

@@ -1,12 +1,21 @@
-"""A whole run on this machine: controller, trainer ranks, relays, agent (and through it the engine), each its own process.
+"""A whole run on this machine, each part its own process.
 
     launcher ─┬─ controller ── metrics writer
               ├─ trainer-0 … trainer-N                FSDP2 over gloo or NCCL
-              ├─ mpiexec ── relay 0 (source), relay 1 … (sinks)
-              └─ agent ── rollout engines ── vLLM's own children
+              ├─ mpiexec ── relay 0 (source), relay 1, 2 (sinks)
+              ├─ agent-0 ── rollout engines ── vLLM's own children
+              │                                                          the RL side
+              │ ─────────────────────────────────────────────────────────────────────
+              │                                                          the operator's side, where the configuration has one
+              ├─ lender-0 ─┬─ serving engine (stock vLLM server)
+              │            └─ rollout engine on the same device
+              └─ traffic                              open-loop requests to the serving engine
 
 The launcher starts them together, shows progress, and ends with the controller: whatever happens (success, failure of any
 process, SIGINT, SIGTERM), all are stopped and reaped, the arenas are removed. It holds no state of the run.
+
+The operator's side outlives the RL side: when that fails, traffic goes on until the lender has taken its device back; it is
+never cut off, but drained. On CPUs the RL side keeps off the lent device's cores.
 """
 
 from __future__ import annotations
@@ -18,22 +27,20 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from rose_hpc.config import RunConfig, Section
-from rose_hpc.coserve.specs import AgentSpec, EngineOffer
+from rose_hpc.config import RunConfig, ServingConfig
 from rose_hpc.errors import RoseError, RunFailed, UsageError
 from rose_hpc.launch import preflight, run_folder
 from rose_hpc.launch.display import Display
 from rose_hpc.launch.processes import Supervisor
 from rose_hpc.launch.run_folder import RunFolder
-from rose_hpc.metrics.files import next_attempt
-from rose_hpc.rollout.controller import ControllerSpec
-from rose_hpc.train.spec import TrainerSpec
+from rose_hpc.launch.specs import Attempt
 from rose_hpc.weights.arena_home import ArenaHome
-from rose_hpc.weights.relay import RelayNode, RelaySpec
 
 POLL_S = 0.1
 VERDICT_S = 5.0  # how long the controller has to explain why another process ended
 FINISH_DEADLINE_S = 20.0
+DRAIN_DEADLINE_S = 35.0  # traffic waits up to 30 s for its last answers
+MORE_THAN_A_LEASE_S = 3.0  # traffic goes on this much longer than a lease after the RL side has failed
 
 
 class Interrupted(RoseError):
@@ -63,147 +70,108 @@ def resume(run_dir: Path) -> RunFolder:
 def _attempt(config: RunConfig, folder: RunFolder, resume: bool) -> None:
     signals, started_s = _Signals(folder.path), time.time()
     with signals, Display(folder.path, config.steps) as display:
-        with Supervisor(folder.logs) as supervisor:
-            _make_model(config, folder, supervisor, signals, display)
+        _make_models(config, folder, signals, display)
         preflight.check_arena_space(config, folder.model_dir(config))
-        with ArenaHome(config.weights.arena_root) as arenas, Supervisor(folder.logs, {"TMPDIR": str(arenas.tmp)}) as supervisor:
-            _start_all(_Specs(config, folder, arenas.path, resume, started_s), config, supervisor)
-            _watch(supervisor, signals, display, folder)
+        with ArenaHome(config.weights.arena_root) as home:
+            attempt = Attempt(config, folder, home, resume, started_s)
+            env = {"TMPDIR": str(home.tmp)}
+            with Supervisor(folder.logs, env) as operator:
+                if config.serving is not None:
+                    _start_operator_side(attempt, config.serving, operator)
+                _see_through(attempt, operator, env, signals, display)
 
 
-def _make_model(config: RunConfig, folder: RunFolder, supervisor: Supervisor, signals: _Signals, display: Display) -> None:
-    """Make the tiny model where the configuration asks for one; in a process of its own, since it needs torch."""
-    if config.model.tiny is None or folder.tiny_model.exists():
-        return
-    display.phase("making and warming up the model")
-    child = supervisor.start_module(
-        "model",
-        "rose_hpc.cli",
-        "model",
-        "tiny",
-        "--out",
-        str(folder.tiny_model),
-        "--config",
-        str(folder.path / "config.json"),
-        "--seed",
-        str(config.seed),
-    )
-    while not supervisor.ended():
-        signals.check()
+def _see_through(attempt: Attempt, operator: Supervisor, env: dict[str, str], signals: _Signals, display: Display) -> None:
+    """The RL side from start to end, then the operator's side brought to rest without cutting off a request."""
+    try:
+        with Supervisor(attempt.folder.logs, env, _cpus_of_rl_side(attempt.config)) as rl_side:
+            _start_rl_side(attempt, rl_side)
+            _watch(rl_side, operator, signals, display, attempt.folder)
+    except (RunFailed, UsageError):
+        _outlast_the_lease(attempt.config, operator, signals)
+        raise
+    finally:
+        display.phase("stopping")
+        if attempt.config.serving is not None:
+            operator.stop("traffic", DRAIN_DEADLINE_S)
+
+
+def _outlast_the_lease(config: RunConfig, operator: Supervisor, signals: _Signals) -> None:
+    """The RL side is gone, perhaps without a word. Serving goes on as before until the lender has noticed, and a little longer."""
+    end = time.monotonic() + config.control.lease_ttl_s + MORE_THAN_A_LEASE_S
+    while config.serving is not None and not operator.ended() and time.monotonic() < end and not signals.received:
         time.sleep(POLL_S)
-    if child.process.returncode != 0:
-        raise RunFailed("the tiny model could not be made", got=child.failure())
 
 
-def _start_all(specs: _Specs, config: RunConfig, supervisor: Supervisor) -> None:
-    """Start every process; they find each other through RUN/control."""
-    supervisor.start_module("controller", "rose_hpc.rollout.controller", specs.write("controller", specs.controller()))
-    supervisor.start_module("agent-0", "rose_hpc.coserve.agent", specs.write("agent-0", specs.agent()))
-    for rank in range(config.train.ranks):
-        supervisor.start_module(f"trainer-{rank}", "rose_hpc.train.trainer", specs.write(f"trainer-{rank}", specs.trainer(rank)))
-    relays = specs.relays()
-    mpiexec = [preflight.find_mpiexec(config.weights.mpiexec), "-n", str(len(relays.nodes)), sys.executable, "-m", "rose_hpc.weights.relay"]
-    command = [sys.executable, "-m", "rose_hpc.lifeline", *mpiexec, specs.write("relays", relays)]
-    supervisor.start("relays", command, env={"HYDRA_LAUNCHER": "fork", "OMP_NUM_THREADS": "1"})
+# ── starting ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Specs:
-    """What each process is told; written to RUN/control/specs, readable by this user only."""
-
-    def __init__(self, config: RunConfig, folder: RunFolder, arenas: Path, resume: bool, started_s: float) -> None:
-        self._c, self._folder, self._arenas, self._resume, self._started_s = config, folder, arenas, resume, started_s
-        self._executors = [f"executor-{i}" for i in range(config.rollout.dedicated)]
-
-    def write(self, name: str, spec: Section) -> str:
-        """Path of the written file."""
-        path = self._folder.specs / f"{name}.json"
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as f:
-            f.write(spec.model_dump_json())
-        return str(path)
-
-    def controller(self) -> ControllerSpec:
-        return ControllerSpec(
-            run_dir=self._folder.path,
-            control_dir=self._folder.control,
-            model_dir=self._folder.model_dir(self._c),
-            attempt=next_attempt(self._folder.path),
-            started_s=self._started_s,
-            relays=[node.role for node in self.relays().nodes],
-            agents=1,
-            config=self._c,
-        )
-
-    def trainer(self, rank: int) -> TrainerSpec:
-        return TrainerSpec(
-            rank=rank,
-            world_size=self._c.train.ranks,
-            control_dir=self._folder.control,
-            model_dir=self._folder.model_dir(self._c),
-            arena=self._arenas / "trainer",
-            rendezvous=self._folder.control / "rendezvous",
-            checkpoints_dir=self._folder.checkpoints,
-            train=self._c.train,
-            temperature=self._c.sampling.temperature,
-            wire_dtype=self._c.weights.wire_dtype,
-            retained_versions=self._c.weights.retained_versions,
-            seed=self._c.seed,
-            resume=self._resume,
-            lease_ttl_s=self._c.control.lease_ttl_s,
-        )
-
-    def relays(self) -> RelaySpec:
-        """Rank 0 reads the trainer's arena; one sink per node of executors, which is one on this machine."""
-        nodes = [
-            RelayNode(name="trainer", role="source", arena=self._arenas / "trainer"),
-            RelayNode(name="executors", role="sink", arena=self._arenas / "executors"),
-        ]
-        weights = self._c.weights
-        return RelaySpec(
-            control_dir=self._folder.control,
-            nodes=nodes,
-            bucket_bytes=weights.bucket_bytes,
-            retained_versions=weights.retained_versions,
-            deadline_s=weights.deadline_s,
-            lease_ttl_s=self._c.control.lease_ttl_s,
-        )
-
-    def agent(self) -> AgentSpec:
-        offers = [
-            EngineOffer(
-                executor_id=name,
-                model_dir=self._folder.model_dir(self._c),
-                arena=self._arenas / "executors",
-                engine=self._c.rollout.engine,
-                seed=self._c.seed * 1000 + i,
-            )
-            for i, name in enumerate(self._executors)
-        ]
-        return AgentSpec(
-            agent_id="agent-0",
-            control_dir=self._folder.control,
-            logs_dir=self._folder.logs,
-            engines=offers,
-            lease_ttl_s=self._c.control.lease_ttl_s,
-            start_deadline_s=self._c.control.start_deadline_s,
-        )
+def _make_models(config: RunConfig, folder: RunFolder, signals: _Signals, display: Display) -> None:
+    """Make the tiny models that the configuration asks for, side by side; in processes of their own, since they need torch."""
+    wanted = {}
+    if config.model.tiny is not None and not folder.tiny_model.exists():
+        wanted["model"] = ["--out", str(folder.tiny_model), "--seed", str(config.seed)]
+    if config.serving is not None and config.serving.model is None and not folder.serving_model_dir(config.serving).exists():
+        wanted["serving-model"] = ["--out", str(folder.serving_model_dir(config.serving)), "--family", "llama"]
+    if not wanted:
+        return
+    display.phase("making and warming up the models")
+    with Supervisor(folder.logs) as supervisor:
+        for name, arguments in wanted.items():
+            supervisor.start_module(name, "rose_hpc.cli", "model", "tiny", "--config", str(folder.path / "config.json"), *arguments)
+        while len(supervisor.ended()) < len(wanted) and not supervisor.failed():
+            signals.check()
+            time.sleep(POLL_S)
+        for child in supervisor.failed():
+            raise RunFailed("a tiny model could not be made", got=child.failure())
 
 
-def _watch(supervisor: Supervisor, signals: _Signals, display: Display, folder: RunFolder) -> None:
+def _start_operator_side(attempt: Attempt, serving: ServingConfig, operator: Supervisor) -> None:
+    """The lender (which starts the serving engine) and the users' traffic, which waits until the engine is healthy."""
+    operator.start_module("lender-0", "rose_hpc.coserve.agent", attempt.write("lender-0", attempt.lender(serving)))
+    operator.start_module("traffic", "rose_hpc.traffic.replay", attempt.write("traffic", attempt.traffic(serving)))
+
+
+def _start_rl_side(attempt: Attempt, rl_side: Supervisor) -> None:
+    """Controller, agent, trainer ranks and relays; they find each other through RUN/control."""
+    rl_side.start_module("controller", "rose_hpc.rollout.controller", attempt.write("controller", attempt.controller()))
+    rl_side.start_module("agent-0", "rose_hpc.coserve.agent", attempt.write("agent-0", attempt.agent()))
+    for rank in range(attempt.config.train.ranks):
+        rl_side.start_module(f"trainer-{rank}", "rose_hpc.train.trainer", attempt.write(f"trainer-{rank}", attempt.trainer(rank)))
+    relays = attempt.relays()
+    mpiexec = [preflight.find_mpiexec(attempt.config.weights.mpiexec), "-n", str(len(relays.nodes))]
+    relay = [sys.executable, "-m", "rose_hpc.weights.relay", attempt.write("relays", relays)]
+    command = [sys.executable, "-m", "rose_hpc.lifeline", *mpiexec, *relay]
+    rl_side.start("relays", command, env={"HYDRA_LAUNCHER": "fork", "OMP_NUM_THREADS": "1"})
+
+
+def _cpus_of_rl_side(config: RunConfig) -> set[int] | None:
+    """Every core but those of the lent device; None where nothing is lent or nothing else is left."""
+    if config.serving is None:
+        return None
+    rest = os.sched_getaffinity(0) - set(config.serving.device_cpus)
+    return rest if rest else None
+
+
+# ── watching ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _watch(rl_side: Supervisor, operator: Supervisor, signals: _Signals, display: Display, folder: RunFolder) -> None:
     """Until the controller has finished well. Raises RunFailed, UsageError or Interrupted."""
-    while not supervisor.ended():
+    while not rl_side.ended() and not operator.ended():
         signals.check()
         display.poll()
         time.sleep(POLL_S)
+    if operator.ended():
+        raise _verdict(operator, folder)
     display.phase("stopping")
-    controller = supervisor.child("controller")
-    if (
-        not supervisor.wait_for(controller, FINISH_DEADLINE_S if not supervisor.failed() else VERDICT_S)
-        or controller.process.returncode != 0
-    ):
-        raise _verdict(supervisor, folder)
-    supervisor.wait_ended(FINISH_DEADLINE_S)
-    if supervisor.failed():
-        raise _verdict(supervisor, folder)
+    controller = rl_side.child("controller")
+    patience_s = VERDICT_S if rl_side.failed() else FINISH_DEADLINE_S
+    if not rl_side.wait_for(controller, patience_s) or controller.process.returncode != 0:
+        raise _verdict(rl_side, folder)
+    rl_side.wait_ended(FINISH_DEADLINE_S)
+    if rl_side.failed():
+        raise _verdict(rl_side, folder)
 
 
 def _verdict(supervisor: Supervisor, folder: RunFolder) -> RoseError:
@@ -219,7 +187,7 @@ class _Signals:
     """Turns SIGINT and SIGTERM into Interrupted at the next `check`; a second one does not cut the stopping short."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._run_dir, self._received = run_dir, 0
+        self._run_dir, self.received = run_dir, 0
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> _Signals:
@@ -232,8 +200,8 @@ class _Signals:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._received = number
+        self.received = number
 
     def check(self) -> None:
-        if self._received:
-            raise Interrupted(self._received, self._run_dir)
+        if self.received:
+            raise Interrupted(self.received, self._run_dir)

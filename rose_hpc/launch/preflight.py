@@ -13,7 +13,7 @@ import struct
 import sys
 from pathlib import Path
 
-from rose_hpc.config import ControlConfig, EngineConfig, RunConfig, TinyModelConfig, WeightsConfig
+from rose_hpc.config import ControlConfig, EngineConfig, RunConfig, ServingConfig, TinyLlamaConfig, TinyModelConfig, WeightsConfig
 from rose_hpc.errors import ConfigError, EnvironmentFault
 from rose_hpc.http_api import bind
 
@@ -32,6 +32,8 @@ def check(config: RunConfig) -> None:
         check_engine(config.rollout.engine, read_model_config(config.model.path))
     if config.model.tiny is not None:
         check_engine(config.rollout.engine, tiny_shape(config.model.tiny))
+    if config.serving is not None:
+        check_serving(config.serving)
 
 
 def check_port(control: ControlConfig) -> None:
@@ -70,6 +72,30 @@ def check_sampling(config: RunConfig) -> None:
         )
 
 
+def check_serving(serving: ServingConfig) -> None:
+    """The lent device must exist, the serving model must fit its engine, and the traffic its context."""
+    missing = set(serving.device_cpus) - os.sched_getaffinity(0)
+    if missing:
+        raise EnvironmentFault(
+            "the lent device does not exist",
+            got=f"serving.device_cpus = {serving.device_cpus}",
+            expected=f"among {sorted(os.sched_getaffinity(0))}",
+        )
+    if serving.traffic.trace is not None and not serving.traffic.trace.is_file():
+        raise ConfigError("the traffic's trace is missing", got=serving.traffic.trace)
+    if serving.model is not None:
+        check_model(serving.model)
+    shape = tiny_shape(serving.tiny) if serving.model is None else read_model_config(serving.model)
+    check_engine(serving.engine, shape, "serving.engine")
+    longest = serving.traffic.prompt_tokens[1] + serving.traffic.output_tokens[1]
+    if serving.traffic.trace is None and longest > serving.engine.max_model_len:
+        raise ConfigError(
+            "the traffic does not fit",
+            got=f"{longest} tokens",
+            expected=f"at most serving.engine.max_model_len = {serving.engine.max_model_len}",
+        )
+
+
 def check_model(path: Path) -> None:
     """The policy's folder must hold a configuration, weights and a tokenizer."""
     if not path.is_dir():
@@ -103,12 +129,12 @@ def read_model_config(path: Path) -> dict[str, int]:
         ) from error
 
 
-def tiny_shape(tiny: TinyModelConfig) -> dict[str, int]:
+def tiny_shape(tiny: TinyModelConfig | TinyLlamaConfig) -> dict[str, int]:
     """The same figures for a tiny model that does not exist yet."""
     return {"layers": tiny.layers, "kv_heads": tiny.kv_heads, "head_dim": tiny.head_dim, "max_positions": sys.maxsize}
 
 
-def check_engine(engine: EngineConfig, model: dict[str, int]) -> None:
+def check_engine(engine: EngineConfig, model: dict[str, int], section: str = "rollout.engine") -> None:
     """The context must be one that the model has, and the KV budget must hold one sequence of that length."""
     if engine.max_model_len > model["max_positions"]:
         raise ConfigError(
@@ -120,7 +146,7 @@ def check_engine(engine: EngineConfig, model: dict[str, int]) -> None:
     if engine.kv_cache_bytes < needed:
         raise ConfigError(
             "the KV budget does not hold one sequence",
-            got=f"rollout.engine.kv_cache_bytes = {engine.kv_cache_bytes}",
+            got=f"{section}.kv_cache_bytes = {engine.kv_cache_bytes}",
             expected=f"at least {needed} for max_model_len = {engine.max_model_len}",
             remedy="raise kv_cache_bytes or lower max_model_len",
         )
@@ -136,13 +162,13 @@ def least_kv_bytes(engine: EngineConfig, model: dict[str, int]) -> int:
 def check_arena_space(config: RunConfig, model_dir: Path) -> None:
     """Room for the retained versions of both sides, before the start instead of in the middle."""
     image_bytes = parameter_count(model_dir) * ITEM_BYTES[config.weights.wire_dtype]
-    needed = image_bytes * config.weights.retained_versions * (1 + config.rollout.dedicated)
+    needed = image_bytes * config.weights.retained_versions * (2 if config.serving is None else 3)
     room = shutil.disk_usage(config.weights.arena_root).free
     if room < needed:
         raise EnvironmentFault(
             f"{config.weights.arena_root} is too small for the arenas",
             got=f"{room} bytes free",
-            expected=f"{needed} bytes: {config.weights.retained_versions} versions of {image_bytes} bytes on each side",
+            expected=f"{needed} bytes: {config.weights.retained_versions} versions of {image_bytes} bytes in each arena",
             remedy="free it, set weights.arena_root, or lower weights.retained_versions",
         )
 

@@ -8,6 +8,7 @@ Standard output and error of a child go to logs/NAME.log, appended per attempt.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -42,7 +43,9 @@ class Child:
 class Supervisor:
     """All children of one launcher. Use as a context manager: leaving it stops whatever still runs."""
 
-    def __init__(self, logs_dir: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, logs_dir: Path, env: Mapping[str, str] | None = None, cpus: set[int] | None = None) -> None:
+        """cpus: the cores that the children may use; None: all of ours."""
+        self._cpus = cpus
         self._logs_dir, self._env = logs_dir, {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
         self._children: dict[str, Child] = {}
 
@@ -65,6 +68,9 @@ class Supervisor:
                 env={**self._env, **(env or {})},
             )
             self._children[name] = Child(name, process, log, out.tell())
+        if self._cpus is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(process.pid, self._cpus)  # before it has threads or children, which inherit it
         return self._children[name]
 
     def start_module(self, name: str, module: str, *arguments: str, env: Mapping[str, str] | None = None) -> Child:
@@ -100,6 +106,13 @@ class Supervisor:
                 return False
             time.sleep(0.05)
         return True
+
+    def stop(self, name: str, deadline_s: float) -> None:
+        """SIGTERM to one child and wait for it, because others still serve it; what is left is `stop_all`'s."""
+        child = self._children[name]
+        if child.process.poll() is None:
+            child.process.send_signal(signal.SIGTERM)
+            self.wait_for(child, deadline_s)
 
     def stop_all(self) -> None:
         """SIGTERM to every child that runs, SIGKILL to the groups that are left after the deadline; all are reaped."""

@@ -3,7 +3,7 @@
 RUN/ config.json   the validated configuration          env.json   versions of what it ran with
      code.json     digest of the package's source       model/     the tiny model, where the run made one
      control/ (0700)   address, token, process specs    logs/      one file per process
-     checkpoints/      step-000010 …                    metrics.h5, metrics.1.h5 … one per attempt
+     checkpoints/      step-000010 …                    metrics.h5, metrics.1.h5 … one per attempt; serving.h5 … likewise
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import rose_hpc
-from rose_hpc.config import RunConfig, parse
+from rose_hpc.config import RunConfig, ServingConfig, parse
 from rose_hpc.control import make_token
 from rose_hpc.errors import ConfigError, EnvironmentFault
 
@@ -50,6 +50,10 @@ class RunFolder:
     @property
     def tiny_model(self) -> Path:
         return self.path / "model"
+
+    def serving_model_dir(self, serving: ServingConfig) -> Path:
+        """Where the serving engine's model lies."""
+        return self.path / "serving_model" if serving.model is None else serving.model.resolve()
 
     def model_dir(self, config: RunConfig) -> Path:
         """Where the policy's weights and tokenizer lie."""

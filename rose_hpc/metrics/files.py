@@ -1,8 +1,10 @@
 """The metrics files of a run: their names, and how tables lie in HDF5.
 
     RUN/metrics.h5     attempt 0          RUN/metrics.N.h5     attempt N, after the N-th resume
+    RUN/serving.h5     …                  RUN/serving.N.h5     the same, written by the client of the serving engine
 
-One file per attempt, never overwritten, one writer. Life of a file, which at every instant is one that `read_table` accepts:
+One file per attempt and writer, never overwritten. Every file has all tables; those that its writer does not fill stay empty.
+Life of a file, which at every instant is one that `read_table` accepts:
 
     reserved (0 bytes, O_EXCL) ──▶ all tables made under a temporary name, SWMR on, renamed over it ──▶ rows are appended
 
@@ -33,18 +35,32 @@ from rose_hpc.metrics.schema import SCHEMA_VERSION, TABLES, Column, Table, Value
 _FORMAT = ("v110", "v110")
 # One chunk of a table. Small: a chunk is rewritten at each flush until it is full, and each table occupies at least one.
 _CHUNK_BYTES = 64 << 10
-_NAME = re.compile(r"metrics(?:\.(\d+))?\.h5")
+_NAME = re.compile(r"(metrics|serving)(?:\.(\d+))?\.h5")
 
 
 def metrics_file(run_dir: Path, attempt: int) -> Path:
-    """Where the metrics of one attempt lie."""
-    return run_dir / (f"metrics.{attempt}.h5" if attempt else "metrics.h5")
+    """Where the controller's metrics of one attempt lie."""
+    return _file(run_dir, "metrics", attempt)
 
 
-def attempt_files(run_dir: Path) -> dict[int, Path]:
-    """The metrics files in a run folder by attempt, in order; empty where there is none, or no folder."""
-    found = {_attempt_of(path): path for path in run_dir.glob("metrics*.h5") if _NAME.fullmatch(path.name)}
+def serving_file(run_dir: Path, attempt: int) -> Path:
+    """Where the client of the serving engine records its requests of one attempt."""
+    return _file(run_dir, "serving", attempt)
+
+
+def _file(run_dir: Path, stem: str, attempt: int) -> Path:
+    return run_dir / (f"{stem}.{attempt}.h5" if attempt else f"{stem}.h5")
+
+
+def attempt_files(run_dir: Path, stem: str = "metrics") -> dict[int, Path]:
+    """The files of one stem in a run folder by attempt, in order; empty where there is none, or no folder."""
+    found = {attempt_of(path): path for path in run_dir.glob(f"{stem}*.h5") if _is_named(path, stem)}
     return dict(sorted(found.items()))
+
+
+def _is_named(path: Path, stem: str) -> bool:
+    match = _NAME.fullmatch(path.name)
+    return match is not None and match[1] == stem
 
 
 def next_attempt(run_dir: Path) -> int:
@@ -52,9 +68,10 @@ def next_attempt(run_dir: Path) -> int:
     return max(attempt_files(run_dir), default=-1) + 1
 
 
-def _attempt_of(path: Path) -> int:
+def attempt_of(path: Path) -> int:
+    """The attempt that a file's name states: 0 where it states none."""
     match = _NAME.fullmatch(path.name)
-    return int(match[1]) if match and match[1] else 0
+    return int(match[2]) if match and match[2] else 0
 
 
 # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -140,7 +157,7 @@ def read_header(path: Path) -> Header:
     if not path.exists():
         raise UsageError("no metrics here", got=f"no file {path}", remedy="give the folder of a run, or one of its metrics*.h5 files")
     if path.stat().st_size == 0:
-        return Header(path, _attempt_of(path), math.nan, path.parent.resolve().name)
+        return Header(path, attempt_of(path), math.nan, path.parent.resolve().name)
     with _reading(path) as file:
         attributes = dict(file.attrs)
     _check_version(path, attributes.get("schema_version"))
@@ -160,10 +177,15 @@ def _check_version(path: Path, version: object) -> None:
 
 
 def read_table(path: Path, table: Table) -> NDArray[np.void]:
-    """The rows flushed so far: structured array [rows] of the table's dtype. The file may be in the middle of being written."""
+    """The rows flushed so far: structured array [rows] of the table's dtype. The file may be in the middle of being written.
+
+    A table that an older schema did not have is empty.
+    """
     if path.stat().st_size == 0:
         return np.empty(0, table.dtype)
     with _reading(path) as file:
+        if table.name not in file:
+            return np.empty(0, table.dtype)
         rows: NDArray[np.void] = file[table.name][...].astype(table.dtype, copy=False)
     return rows
 

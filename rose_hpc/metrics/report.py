@@ -26,7 +26,7 @@ def report_json(run: Run) -> dict[str, Any]:
 
 
 def render_text(run: Run) -> RenderableType:
-    """Summary, learning curve and shares of time."""
+    """Summary of the training and of the serving side, learning curve and shares of time."""
     parts: list[RenderableType] = [_summary_table(run)]
     if len(run.steps):
         parts.append(Text(f"success by step  {sparkline(run.steps['success_frac'].to_numpy())}"))
@@ -57,12 +57,16 @@ def _summary_table(run: Run) -> Table:
     table = Table(title=f"run {run.name}", show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column()
-    for label, value in _summary_lines(run.summary()):
+    summary = run.summary()
+    lines = _training_lines(summary) if run.trains else []
+    if run.has_serving:
+        lines += _serving_lines(summary["serving"]) + _device_lines(run.device_means())
+    for label, value in lines:
         table.add_row(label, value)
     return table
 
 
-def _summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
+def _training_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     tokens, weights = summary["rollout_tokens"], summary["weights"]
     steps = f"{summary['steps']}, of which {summary['skipped_steps']} skipped"
     return [
@@ -76,8 +80,29 @@ def _summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+def _serving_lines(serving: dict[str, Any]) -> list[tuple[str, str]]:
+    counts = f"{serving['requests']:,}, of which {serving['failed_requests']:,} failed and {serving['slo_violations']:,} violated the SLO"
+    times = [(kind, _milliseconds(serving[f"{kind}_p50_s"]), _milliseconds(serving[f"{kind}_p99_s"])) for kind in ("ttft", "tpot")]
+    return [("serving requests", counts), *((f"serving {kind.upper()}", f"{p50} median, {p99} P99") for kind, p50, p99 in times)]
+
+
+def _device_lines(means: pd.DataFrame) -> list[tuple[str, str]]:
+    return [(f"device {row.Index}", _device_line(row)) for row in means.itertuples()]
+
+
+def _device_line(row: Any) -> str:
+    shares = (
+        f"serving {_percent(row.serving_busy_frac)}, rollouts {_percent(row.rollout_busy_frac)}, gate held {_percent(row.gate_held_frac)}"
+    )
+    return f"{shares}; {row.quota}" if row.quota else shares
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{1000 * seconds:,.1f} ms"
+
+
 def _percent(fraction: float | None) -> str:
-    return "–" if fraction is None else f"{fraction:.1%}"
+    return "–" if fraction is None or np.isnan(fraction) else f"{fraction:.1%}"
 
 
 def _wire(wire_bytes: int, image_bytes: int) -> str:

@@ -1,13 +1,14 @@
 """Read the metrics of a run: pandas frames and a summary, while the run goes on, after it, and after it was killed.
 
 Attempts are joined: where a later attempt did a step again (it resumed from a checkpoint), the earlier attempt's rows of that
-step and of all after it are left out. Syncs and events are kept, because they did happen.
+step and of all after it are left out. Syncs, events and serving requests are kept, because they did happen.
 A `Run` is a snapshot: each table is read once, when it is first asked for. Make a new one to see newer rows.
 Only the summary is decided here; how it looks is decided in report.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,16 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from rose_hpc.errors import UsageError
-from rose_hpc.metrics.files import attempt_files, read_header, read_table
-from rose_hpc.metrics.schema import EVENTS, STEPS, SYNCS, TRAJECTORIES, TURNS, Column, Table
+from rose_hpc.metrics.files import Header, attempt_files, read_header, read_table
+from rose_hpc.metrics.schema import DEVICES, EVENTS, SERVING_REQUESTS, STEPS, SYNCS, TRAJECTORIES, TURNS, Column, Table
+from rose_hpc.metrics.serving import percentiles, spans_s, weighted_mean_or_none
 
 WINDOW_STEPS = 10  # steps at either end of a run over which the summary averages success
+DEVICE_FRACTIONS = ("serving_busy_frac", "rollout_busy_frac", "gate_held_frac")
 
 
 class Run:
-    """The metrics of a run folder, or of one metrics file.
+    """The metrics of a run folder, or of one file: a metrics file, or what the client of a serving engine recorded.
 
     Frames have the columns of the schema, texts decoded and flags as bool, and `attempt`; rows in the order of their writing.
     Raises UsageError: no metrics there, not a metrics file, or written by a newer rose_hpc.
@@ -38,6 +41,8 @@ class Run:
         if not files:
             raise UsageError("no metrics here", got=f"no metrics.h5 in {self.path}", remedy="give the folder of a run that has started")
         self.attempts = tuple(read_header(file) for file in files)
+        serving_files = attempt_files(self.path, "serving").values() if self.path.is_dir() else files
+        self._serving_files = tuple(read_header(file) for file in serving_files)
         self.name = self.attempts[-1].run
 
     @cached_property
@@ -60,13 +65,39 @@ class Run:
     def events(self) -> pd.DataFrame:
         return self._frame(EVENTS)
 
+    @cached_property
+    def devices(self) -> pd.DataFrame:
+        return self._frame(DEVICES)
+
+    @cached_property
+    def serving_requests(self) -> pd.DataFrame:
+        return _joined(SERVING_REQUESTS, self._serving_files, [read_table(f.path, SERVING_REQUESTS) for f in self._serving_files])
+
+    @property
+    def has_serving(self) -> bool:
+        """There is a serving side: requests to it, a file for them, or a device that it lends."""
+        awaited = self.path.is_dir() and bool(self._serving_files)
+        return awaited or bool(len(self.serving_requests)) or bool(len(self.devices))
+
+    @property
+    def trains(self) -> bool:
+        """There is a training side: false for a file with requests to a serving engine and nothing else."""
+        return not self.has_serving or bool(len(self.steps)) or bool(len(self.events))
+
+    def device_means(self) -> pd.DataFrame:
+        """Row per device: time-weighted means of DEVICE_FRACTIONS, and the latest quota."""
+        parts = {str(name): rows for name, rows in self.devices.groupby("device", sort=True)}
+        means = {name: {**_device_means(rows), "quota": rows["quota"].iloc[-1]} for name, rows in parts.items()}
+        return pd.DataFrame.from_dict(means, orient="index", columns=[*DEVICE_FRACTIONS, "quota"])
+
     def summary(self) -> dict[str, Any]:
         """The run in a few figures, all of plain Python types. None: nothing to average yet.
 
-        Token counts are of the steps that count; wall_s includes the work that a resume did again.
+        Token counts are of the steps that count; wall_s includes the work that a resume did again. `serving` is there where there is
+        a serving side.
         """
         steps = self.steps
-        return {
+        training = {
             "steps": len(steps),
             "success_first10": mean_or_none(steps["success_frac"].head(WINDOW_STEPS)),
             "success_last10": mean_or_none(steps["success_frac"].tail(WINDOW_STEPS)),
@@ -77,6 +108,7 @@ class Run:
             "wall_s": self.wall_s,
             "complete": self.complete,
         }
+        return {**training, "serving": _serving(self.serving_requests, self.devices)} if self.has_serving else training
 
     @cached_property
     def wall_s(self) -> float:
@@ -95,11 +127,7 @@ class Run:
         return float(np.nanmax(times_s, initial=0.0))
 
     def _frame(self, table: Table) -> pd.DataFrame:
-        parts = [self._rows(i, table) for i in range(len(self.attempts))]
-        attempts = np.repeat([header.attempt for header in self.attempts], [len(part) for part in parts])
-        rows = np.concatenate(parts)
-        columns = {c.name: _column(rows[c.name], c) for c in table.columns}
-        return pd.DataFrame({**columns, "attempt": attempts})
+        return _joined(table, self.attempts, [self._rows(i, table) for i in range(len(self.attempts))])
 
     def _rows(self, index: int, table: Table) -> NDArray[np.void]:
         rows = read_table(self.attempts[index].path, table)
@@ -112,6 +140,14 @@ class Run:
     def _first_steps(self) -> list[float]:
         """The first step that each attempt worked on, infinity where it has none yet. Unread for the first attempt."""
         return [np.inf, *(_first_step(header.path) for header in self.attempts[1:])]
+
+
+def _joined(table: Table, headers: Sequence[Header], parts: Sequence[NDArray[np.void]]) -> pd.DataFrame:
+    """One frame from the rows of each file."""
+    attempts = np.repeat(np.array([header.attempt for header in headers], np.int64), [len(part) for part in parts])
+    rows = np.concatenate([np.empty(0, table.dtype), *parts])
+    columns = {c.name: _column(rows[c.name], c) for c in table.columns}
+    return pd.DataFrame({**columns, "attempt": attempts})
 
 
 def _first_step(path: Path) -> float:
@@ -154,3 +190,20 @@ def _weights(syncs: pd.DataFrame) -> dict[str, int]:
         "wire_bytes": int(latest["wire_bytes"].sum()),
         "image_bytes": int(latest["image_bytes"].sum()),
     }
+
+
+def _serving(requests: pd.DataFrame, devices: pd.DataFrame) -> dict[str, Any]:
+    return {
+        "requests": len(requests),
+        "failed_requests": int((~requests["ok"]).sum()),
+        **percentiles("ttft", requests["ttft_s"], (50, 99)),
+        **percentiles("tpot", requests["tpot_s"], (50, 99)),
+        "slo_violations": int(requests["violates_slo"].sum()),
+        "busy_frac": _device_means(devices)["serving_busy_frac"],
+    }
+
+
+def _device_means(devices: pd.DataFrame) -> dict[str, float | None]:
+    """Each row weighs as long as it speaks for; time between attempts does not count."""
+    weights = spans_s(devices["time_s"], list(zip(devices["device"], devices["attempt"], strict=True)))
+    return {name: weighted_mean_or_none(devices[name], weights) for name in DEVICE_FRACTIONS}

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from rose_hpc.errors import RoseError
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2  # 2: serving_requests, devices
 
 Value = int | float | str
 ELLIPSIS: Final = "…"  # last character of a text that was too long for its column
@@ -233,4 +233,36 @@ EVENTS = Table(
     ),
 )
 
-TABLES: Final[dict[str, Table]] = {t.name: t for t in (STEPS, SYNCS, TURNS, TRAJECTORIES, EVENTS)}
+SERVING_REQUESTS = Table(
+    "serving_requests",
+    "One row per request to the serving engine, as its client saw it; in the order in which they ended.",
+    (
+        _instant("time_s", "arrival: when the request was due, whether or not the client was late"),
+        _count("request", "index of the request in the traffic, from 0"),
+        _count("prompt_tokens", "tokens of the prompt", "tokens"),
+        _count("output_tokens", "tokens asked for", "tokens"),
+        _count("new_tokens", "tokens received", "tokens"),
+        _seconds("ttft_s", "from the arrival to the first token at the client; NaN where none came"),
+        _seconds("tpot_s", "mean time per token after the first; NaN for less than two tokens"),
+        _seconds("e2e_s", "from the arrival to the end of the response, or of the attempt"),
+        _seconds("send_lag_s", "from the arrival until the client sent it"),
+        _flag("ok", "every token asked for came"),
+        _flag("violates_slo", "time to the first token or per token over its objective, or not ok"),
+        _name("outcome", 64, "ok, timeout, or what went wrong"),
+    ),
+)
+
+DEVICES = Table(
+    "devices",
+    "One row per device that serving lends and per sample. Fractions are of the time since the device's row before.",
+    (
+        _instant("time_s", "when the sample was taken"),
+        _name("device", 64, "the device"),
+        _real("serving_busy_frac", "fraction", "the serving engine ran on the device"),
+        _real("rollout_busy_frac", "fraction", "the rollout engine ran on the device"),
+        _real("gate_held_frac", "fraction", "the gate kept the rollout engine from running"),
+        _remark("quota", 64, "what limits the rollout engine besides the gate"),
+    ),
+)
+
+TABLES: Final[dict[str, Table]] = {t.name: t for t in (STEPS, SYNCS, TURNS, TRAJECTORIES, EVENTS, SERVING_REQUESTS, DEVICES)}

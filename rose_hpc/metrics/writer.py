@@ -38,7 +38,6 @@ READ_BYTES = 1 << 18
 QUEUE_ROWS = 1 << 16
 BATCH_ROWS = 1 << 10  # rows per write to the pipe
 KILLED_S = 5.0  # a process in uninterruptible sleep outlives its SIGKILL; we do not wait for ever
-LOG = Path("logs") / "metrics-writer.log"
 
 Record = tuple[str, list[Value]]
 
@@ -56,8 +55,11 @@ class MetricsClient:
     lost where the writer was killed.
     """
 
-    def __init__(self, run_dir: Path, attempt: int) -> None:
-        self.run_dir, self.attempt = run_dir, attempt
+    def __init__(self, run_dir: Path, attempt: int, path: Path | None = None) -> None:
+        """path: the file to write, if it shall not be the run's metrics file. The writer's log is logs/STEM-writer.log beside the file."""
+        self.path = metrics_file(run_dir, attempt) if path is None else path
+        self.attempt = attempt
+        self._log = self.path.parent / "logs" / f"{self.path.name.split('.')[0]}-writer.log"
         self._records: queue.Queue[Record | None] = queue.Queue(QUEUE_ROWS)
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
@@ -71,14 +73,12 @@ class MetricsClient:
 
         started_s: Unix time from which the attempt's wall time counts; the present where not given.
         """
-        path = metrics_file(self.run_dir, self.attempt)
-        if path.exists():
-            raise UsageError(f"{path} exists already", remedy="use the attempt that next_attempt gives")
-        log = self.run_dir / LOG
-        log.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "rose_hpc.metrics.writer", "--file", str(path), "--attempt", str(self.attempt)]
+        if self.path.exists():
+            raise UsageError(f"{self.path} exists already; metrics are never overwritten", remedy="name another file, or the next attempt")
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "rose_hpc.metrics.writer", "--file", str(self.path), "--attempt", str(self.attempt)]
         command += ["--started-s", repr(time.time() if started_s is None else started_s)]
-        with log.open("ab") as stderr:
+        with self._log.open("ab") as stderr:
             self._log_start = stderr.tell()
             # Its own process group: a Ctrl-C at the terminal must not reach it before it has learnt to ignore it.
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": stderr}
@@ -168,7 +168,7 @@ class MetricsClient:
 
     def _last_words(self) -> str:
         try:
-            lines = (self.run_dir / LOG).read_bytes()[self._log_start :].splitlines()
+            lines = self._log.read_bytes()[self._log_start :].splitlines()
         except OSError:
             lines = []
         return lines[-1].decode(errors="replace") if lines else "it left no message"

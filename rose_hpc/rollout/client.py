@@ -14,6 +14,7 @@ import msgspec
 from rose_hpc.errors import ControlError, RoseError
 from rose_hpc.messages import (
     TOKEN_HEADER,
+    AgentStatus,
     AgentUp,
     ExecutorInfo,
     Fault,
@@ -54,9 +55,9 @@ class AgentClient:
         """Have the executor apply a version from its arena. Raises ExecutorError."""
         return await self._post(f"/v1/executors/{executor_id}/update", request, UpdateResult, deadline_s)
 
-    async def renew(self, ttl_s: float) -> None:
+    async def renew(self, ttl_s: float) -> AgentStatus:
         """Keep the lease alive. Raises ExecutorError."""
-        await self._post("/v1/lease", LeaseRenewal(ttl_s), None, ttl_s)
+        return await self._post("/v1/lease", LeaseRenewal(ttl_s), AgentStatus, ttl_s)
 
     async def stop(self, deadline_s: float) -> None:
         """Ask the agent to finish. Raises ExecutorError."""

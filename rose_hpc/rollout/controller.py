@@ -11,25 +11,29 @@ launcher owns the others. It renews the agents' leases while it lives, and only 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Literal
+
+from msgspec import structs
 
 from rose_hpc.config import RunConfig, Section, read_spec
 from rose_hpc.control import publish_address, read_token
 from rose_hpc.errors import RoseError, RunFailed
 from rose_hpc.http_api import base_url, serving, tcp_site
 from rose_hpc.lifeline import die_with_parent, report_failure
-from rose_hpc.messages import AgentUp, WorkerUp
+from rose_hpc.messages import AgentStatus, AgentUp, WorkerUp
 from rose_hpc.metrics.writer import MetricsClient
+from rose_hpc.rollout.agents import AgentPool
 from rose_hpc.rollout.api import control_app
-from rose_hpc.rollout.client import AgentClient, ExecutorError
-from rose_hpc.rollout.collector import Collector, Executor
+from rose_hpc.rollout.collector import Collector, TurnForm
+from rose_hpc.rollout.delivery import Delivery
+from rose_hpc.rollout.fleet import Fleet
 from rose_hpc.rollout.run_loop import LoopParts, Progress, RunLoop
-from rose_hpc.rollout.scheduler import ExecutorJoined, RolloutScheduler
+from rose_hpc.rollout.scheduler import RolloutScheduler
 from rose_hpc.rollout.tokenizer import TurnTokenizer
 from rose_hpc.rollout.versions import VersionSync
 from rose_hpc.rollout.workers import WorkerPool
@@ -37,10 +41,17 @@ from rose_hpc.rollout.workers import WorkerPool
 STOP_DEADLINE_S = 5.0
 
 
+class RelayRole(Section):
+    """One relay, by MPI rank: a source, or the sink that feeds the executors of one kind."""
+
+    role: Literal["source", "sink"]
+    feeds: Literal["dedicated", "opportunistic"] | None = None
+
+
 class ControllerSpec(Section):
     """What the launcher tells the controller.
 
-    relays: roles by MPI rank, "source" or "sink". agents: how many will register. started_s: Unix time at which the attempt began.
+    dedicated, opportunistic: how many executors of each kind to expect. started_s: Unix time at which the attempt began.
     """
 
     run_dir: Path
@@ -48,8 +59,9 @@ class ControllerSpec(Section):
     model_dir: Path
     attempt: int
     started_s: float
-    relays: list[str]
-    agents: int
+    relays: list[RelayRole]
+    dedicated: int
+    opportunistic: int
     config: RunConfig
 
 
@@ -58,12 +70,12 @@ class Controller:
 
     def __init__(self, spec: ControllerSpec) -> None:
         self._spec, self._config = spec, spec.config
-        self._workers, self._scheduler, self._progress = WorkerPool(), RolloutScheduler(), Progress()
+        self._workers, self._progress = WorkerPool(), Progress()
+        self._fleet = Fleet(RolloutScheduler(), self._event)
         self._arrivals: asyncio.Queue[AgentUp] = asyncio.Queue()
         self._metrics = MetricsClient(spec.run_dir, spec.attempt)
-        self._agents: list[AgentClient] = []
-        self._executors: dict[str, Executor] = {}
         self._trainers = [f"trainer-{r}" for r in range(self._config.train.ranks)]
+        self._relays = {f"relay-{r}": relay for r, relay in enumerate(spec.relays)}
 
     async def run(self) -> None:
         """From start to stop. Raises RoseError."""
@@ -80,87 +92,59 @@ class Controller:
                 self._event("run_failed", type(error).__name__, str(error))
                 raise
             finally:
-                await self._stop_everybody()
+                self._progress.phase = "stopping"
+                self._workers.stop_all()
+                await self._workers.drained(STOP_DEADLINE_S)
                 await asyncio.to_thread(self._metrics.close)
 
     async def _train(self, token: str) -> None:
         tokenizer = TurnTokenizer(self._spec.model_dir)
-        hello = await self._gather_workers()
-        await self._gather_agents(token)
-        resumed = hello[self._trainers[0]]
-        if any(
-            (h.resumed_step, h.resumed_version) != (resumed.resumed_step, resumed.resumed_version)
-            for w, h in hello.items()
-            if w in self._trainers
-        ):
-            raise RunFailed("trainer ranks resumed from different checkpoints", got={w: hello[w].resumed_step for w in self._trainers})
-        first_step, version = max(resumed.resumed_step, 0), max(resumed.resumed_version, 0)
-        if first_step:
-            self._event("resumed", f"step {first_step}", f"version {version}")
-        renewals = asyncio.create_task(self._renew_leases())
-        try:
-            await self._loop(tokenizer).run(first_step, version)
-        finally:
-            renewals.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await renewals
+        delivery = Delivery(self._fleet, self._version_sync())
+        async with AgentPool(self._fleet, self._arrivals, token, self._config.control, delivery.joined, self._note_status) as agents:
+            first_step, version = self._resumed(await self._gather_workers())
+            await self._gather_executors(agents)
+            try:
+                await self._loop(tokenizer, delivery).run(first_step, version)
+            finally:
+                await delivery.close()
 
     async def _gather_workers(self) -> dict[str, WorkerUp]:
-        relays = [f"relay-{r}" for r in range(len(self._spec.relays))]
-        return await self._workers.wait_for([*self._trainers, *relays], self._config.control.start_deadline_s)
+        return await self._workers.wait_for([*self._trainers, *self._relays], self._config.control.start_deadline_s)
 
-    async def _gather_agents(self, token: str) -> None:
-        """Wait until every agent has registered; its executors join the scheduler."""
-        try:
-            async with asyncio.timeout(self._config.control.start_deadline_s):
-                while len(self._agents) < self._spec.agents:
-                    await self._join(AgentClient(await self._arrivals.get(), token))
-        except TimeoutError:
-            raise RunFailed(
-                "agents did not start", got=f"{len(self._agents)} of {self._spec.agents}", remedy="see logs/ in the run folder"
-            ) from None
+    async def _gather_executors(self, agents: AgentPool) -> None:
+        """Wait for all dedicated executors, and for a while for the opportunistic ones: those that are late join later."""
+        control = self._config.control
+        if not await agents.wait_for("dedicated", self._spec.dedicated, control.start_deadline_s):
+            there = len(self._fleet.of_kind("dedicated"))
+            raise RunFailed("executors did not start", got=f"{there} of {self._spec.dedicated}", remedy="see logs/ in the run folder")
+        if not await agents.wait_for("opportunistic", self._spec.opportunistic, control.lend_patience_s):
+            self._event("executors_late", "opportunistic", f"going on without them after {control.lend_patience_s:g} s")
 
-    async def _join(self, agent: AgentClient) -> None:
-        self._agents.append(agent)
-        await agent.renew(self._config.control.lease_ttl_s)
-        for info in agent.executors:
-            self._scheduler.observe(ExecutorJoined(info.executor_id, info.kind, info.max_concurrency), time.monotonic())
-            self._executors[info.executor_id] = Executor(info.executor_id, info.kind, agent)
-            self._event("executor_up", info.executor_id, info.kind)
+    def _resumed(self, hello: dict[str, WorkerUp]) -> tuple[int, int]:
+        """First step and policy version; from the trainers' checkpoint where they resumed one."""
+        found = {(hello[t].resumed_step, hello[t].resumed_version) for t in self._trainers}
+        if len(found) != 1:
+            raise RunFailed("trainer ranks resumed from different checkpoints", got=sorted(found))
+        step, version = next(iter(found))
+        if step > 0:
+            self._event("resumed", f"step {step}", f"version {version}")
+        return max(step, 0), max(version, 0)
 
-    async def _renew_leases(self) -> None:
-        """Once per heartbeat; an agent that does not answer is noticed by its turns, not here."""
-        while True:
-            for agent in self._agents:
-                with contextlib.suppress(ExecutorError):
-                    await agent.renew(self._config.control.lease_ttl_s)
-            await asyncio.sleep(self._config.control.heartbeat_s)
+    def _version_sync(self) -> VersionSync:
+        sources = [name for name, relay in self._relays.items() if relay.role == "source"]
+        sinks = {name: relay.feeds for name, relay in self._relays.items() if relay.feeds is not None}
+        return VersionSync(self._workers, self._trainers, sources, sinks, self._metrics, self._config.weights.deadline_s)
 
-    def _loop(self, tokenizer: TurnTokenizer) -> RunLoop:
-        c = self._config
-        sources, sinks = ([f"relay-{r}" for r, role in enumerate(self._spec.relays) if role == wanted] for wanted in ("source", "sink"))
-        sync = VersionSync(self._workers, self._trainers, sources, sinks, self._metrics, c.weights.deadline_s)
-        collector = Collector(
-            self._executors,
-            self._scheduler,
-            tokenizer,
-            c.env,
-            c.sampling,
-            c.rollout.engine.max_model_len,
-            c.rollout.engine.request_deadline_s,
-            lambda executor_id, reason: self._event("executor_lost", executor_id, reason),
-        )
-        parts = LoopParts(self._workers, self._trainers, collector, self._scheduler, self._executors, sync, self._metrics, self._progress)
+    def _loop(self, tokenizer: TurnTokenizer, delivery: Delivery) -> RunLoop:
+        c, engine = self._config, self._config.rollout.engine
+        form = TurnForm(tokenizer, c.sampling, engine.max_model_len, engine.request_deadline_s)
+        collector = Collector(self._fleet, form, c.env, c.sampling.group_size)
+        parts = LoopParts(self._workers, self._trainers, collector, delivery.deliver, self._metrics, self._progress)
         return RunLoop(parts, c.seed, c.steps, c.sampling, c.train)
 
-    async def _stop_everybody(self) -> None:
-        self._progress.phase = "stopping"
-        self._workers.stop_all()
-        for agent in self._agents:
-            with contextlib.suppress(ExecutorError):
-                await agent.stop(STOP_DEADLINE_S)
-            await agent.close()
-        await self._workers.drained(STOP_DEADLINE_S)
+    def _note_status(self, status: AgentStatus) -> None:
+        for sample in status.devices:
+            self._metrics.record("devices", time_s=time.time(), **structs.asdict(sample))
 
     def _event(self, kind: str, subject: str, detail: str) -> None:
         self._metrics.record("events", time_s=time.time(), kind=kind, subject=subject, detail=detail)

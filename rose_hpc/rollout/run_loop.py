@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,10 @@ import numpy as np
 from rose_hpc.config import SamplingConfig, TrainConfig
 from rose_hpc.messages import CheckpointSaved, SaveCheckpoint, StepTrained, TrainStep, pack_rows
 from rose_hpc.metrics.writer import MetricsClient
-from rose_hpc.rollout.collector import Collector, Executor, RolloutBatch
+from rose_hpc.rollout.collector import Collector
 from rose_hpc.rollout.sampling import dead_groups_frac, group_rewards, is_zero_signal, training_rows
-from rose_hpc.rollout.scheduler import RolloutScheduler, VersionApplied, VersionRequired
-from rose_hpc.rollout.versions import SyncResult, VersionSync
+from rose_hpc.rollout.step_run import RolloutBatch
+from rose_hpc.rollout.versions import SyncResult
 from rose_hpc.rollout.workers import WorkerPool
 
 
@@ -47,9 +47,7 @@ class LoopParts:
     workers: WorkerPool
     trainers: Sequence[str]
     collector: Collector
-    scheduler: RolloutScheduler
-    executors: dict[str, Executor]
-    sync: VersionSync
+    deliver: Callable[[int], Awaitable[SyncResult]]  # a version to all executors; returns when the dedicated ones serve it
     metrics: MetricsClient
     progress: Progress
 
@@ -97,12 +95,7 @@ class RunLoop:
 
     async def _sync(self, version: int) -> SyncResult:
         self._p.progress.phase = "sync"
-        executors = list(self._p.executors.values())
-        result = await self._p.sync.sync(version, executors)
-        now_s = time.monotonic()
-        for executor in executors:
-            self._p.scheduler.observe(VersionApplied(executor.executor_id, version), now_s)
-        self._p.scheduler.observe(VersionRequired(version), now_s)
+        result = await self._p.deliver(version)
         self._p.progress.policy_version = version
         return result
 

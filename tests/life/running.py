@@ -85,8 +85,13 @@ def settings(values):
     return [word for value in values for word in ("--set", value)]
 
 
-def small_run(run_dir, *extra):
-    return Launched("run", QUICKSTART, "--run-dir", run_dir, *settings([*SMALL, *extra]))
+def small_run(run_dir, *extra, serving=False):
+    """The quickstart, smaller; without its serving side unless asked for."""
+    source = QUICKSTART
+    if not serving:
+        source = run_dir.with_suffix(".toml")
+        source.write_text(QUICKSTART.read_text().split("[serving")[0])
+    return Launched("run", source, "--run-dir", run_dir, *settings([*SMALL, *extra]))
 
 
 def wait_for_checkpoint(run_dir, step, deadline_s=120):

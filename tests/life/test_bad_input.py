@@ -18,6 +18,8 @@ CASES = {
     "too small a KV budget": (["rollout.engine.kv_cache_bytes=1000"], "the KV budget does not hold one sequence"),
     "turn longer than the context": (["sampling.max_new_tokens=500"], "a turn does not fit"),
     "no MPI launcher": (["weights.mpiexec=no-such-mpiexec"], "no MPI launcher"),
+    "no such device": (["serving.device_cpus=[4711]"], "the lent device does not exist"),
+    "traffic longer than the context": (["serving.traffic.output_tokens=[1,5000]"], "the traffic does not fit"),
     "no arena root": (["weights.arena_root=/nowhere/shm"], "arenas' folder cannot be written"),
 }
 

@@ -9,8 +9,10 @@ from rose_hpc.config import EnvConfig, SamplingConfig
 from rose_hpc.errors import RunFailed
 from rose_hpc.messages import GenerateResult
 from rose_hpc.rollout.client import ExecutorError
-from rose_hpc.rollout.collector import FAILURES_BEFORE_LEAVING, MAX_TRIES, Collector, Executor
-from rose_hpc.rollout.scheduler import ExecutorJoined, RolloutScheduler, VersionApplied, VersionRequired
+from rose_hpc.rollout.collector import Collector, TurnForm
+from rose_hpc.rollout.fleet import FAILURES_BEFORE_LEAVING, Executor, Fleet
+from rose_hpc.rollout.scheduler import RolloutScheduler
+from rose_hpc.rollout.step_run import MAX_TRIES
 from rose_hpc.rollout.trajectories import State
 
 WORDS = ["<eos>", "<obs>", "<act>", "L", "D", "R", "U", *[f"row{i}" for i in range(4)], *[f"col{i}" for i in range(4)]]
@@ -51,14 +53,14 @@ def fail(request, result):
 
 
 def collector_of(clients, groups=2, size=3, cap=4, max_model_len=200, lost=None):
-    scheduler = RolloutScheduler()
-    executors = {name: Executor(name, "dedicated", client) for name, client in clients.items()}
-    for name in executors:
-        scheduler.observe(ExecutorJoined(name, "dedicated", cap), 0.0)
-        scheduler.observe(VersionApplied(name, 5), 0.0)
-    on_lost = (lambda executor_id, reason: lost.append(executor_id)) if lost is not None else (lambda *_: None)
-    sampling = SamplingConfig(groups=groups, group_size=size)
-    return Collector(executors, scheduler, WordTokenizer(), EnvConfig(), sampling, max_model_len, 5.0, on_lost), scheduler
+    fleet = Fleet(
+        RolloutScheduler(), lambda kind, name, detail: lost.append(name) if lost is not None and kind == "executor_lost" else None
+    )
+    for name, client in clients.items():
+        fleet.join(Executor(name, "dedicated", client), cap)
+        fleet.ready(name, 5)
+    form = TurnForm(WordTokenizer(), SamplingConfig(groups=groups, group_size=size), max_model_len, 5.0)
+    return Collector(fleet, form, EnvConfig(), size), fleet
 
 
 def collect(collector, groups=2, step=0):
@@ -80,10 +82,10 @@ def test_every_trajectory_is_played_to_its_end_and_counted_once():
 
 
 def test_a_second_step_starts_afresh():
-    collector, scheduler = collector_of({"a": ScriptedClient()})
+    collector, fleet = collector_of({"a": ScriptedClient()})
     for step in range(2):
         assert all(t.success for t in collect(collector, step=step).trajectories)
-    assert scheduler.snapshot(0.0).queued == 0
+    assert fleet.scheduler.snapshot(0.0).queued == 0
 
 
 def test_lost_and_aborted_turns_are_tried_again_under_new_ids_without_losing_tokens():
@@ -123,8 +125,8 @@ def test_without_any_executor_left_the_step_fails_instead_of_waiting_for_ever():
 
 
 def test_executors_behind_the_required_version_are_an_error_not_a_hang():
-    collector, scheduler = collector_of({"a": ScriptedClient()})
-    scheduler.observe(VersionRequired(6), 0.0)
+    collector, fleet = collector_of({"a": ScriptedClient()})
+    fleet.require(6)
     with pytest.raises(RunFailed, match="no executor"):
         collect(collector)
 
@@ -147,3 +149,37 @@ def test_a_full_context_ends_the_trajectory_as_failed():
     collector, _ = collector_of({"a": ScriptedClient()}, max_model_len=20)
     batch = collect(collector)
     assert {t.state for t in batch.trajectories} == {State.FAILED} and batch.trajectories[0].failure == "the context is full"
+
+
+def test_an_executor_that_becomes_ready_in_the_middle_of_a_step_takes_part_at_once():
+    slow, late = ScriptedClient(delay_s=lambda: 0.01), ScriptedClient()
+
+    async def scenario():
+        collector, fleet = collector_of({"slow": slow}, groups=4, size=8, cap=2)
+        step = asyncio.create_task(collector.collect(0, [0, 1, 2, 3]))
+        await asyncio.sleep(0.03)
+        fleet.join(Executor("late", "opportunistic", late), 8)
+        await asyncio.sleep(0.01)
+        assert not late.requests  # no weights yet
+        fleet.ready("late", 5)
+        return await asyncio.wait_for(step, 20)
+
+    batch = asyncio.run(scenario())
+    assert len(late.requests) > len(slow.requests) and batch.new_tokens("opportunistic") > 0
+    assert all(t.success for t in batch.trajectories)
+
+
+def test_an_executor_that_leaves_in_the_middle_of_a_step_costs_no_trajectory():
+    going, staying = ScriptedClient(delay_s=lambda: 0.02), ScriptedClient(delay_s=lambda: 0.005)
+
+    async def scenario():
+        collector, fleet = collector_of({"going": going, "staying": staying}, groups=4, size=4, cap=8)
+        step = asyncio.create_task(collector.collect(0, [0, 1, 2, 3]))
+        await asyncio.sleep(0.03)
+        fleet.leave("going", "revoked")
+        return await asyncio.wait_for(step, 20)
+
+    batch = asyncio.run(scenario())
+    assert all(t.state is State.DONE and t.success for t in batch.trajectories)
+    assert any(t.turns_lost for t in batch.trajectories)
+    assert len(batch.turns) == 16 * 6  # a late answer of the one that left is not counted twice

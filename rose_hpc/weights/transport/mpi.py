@@ -7,10 +7,13 @@ wait burns a core that the trainer and the engines need.
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import mpi4py
 
@@ -32,7 +35,9 @@ class MpiTransport:
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
         self.sent_bytes = self.received_bytes = 0
+        signal.signal(signal.SIGTERM, _end_without_traces)
         if self.size != expected_size:
+            _unlink_mapped_segments()
             raise EnvironmentFault(
                 "MPI started separate worlds instead of one",
                 got=f"a world of {self.size}",
@@ -79,6 +84,12 @@ def _unlink_mapped_segments() -> None:
     for line in Path("/proc/self/maps").read_text().splitlines():
         if found := re.search(r"/dev/shm/mpich_shm_\w+$", line):
             Path(found[0]).unlink(missing_ok=True)
+
+
+def _end_without_traces(number: int, frame: FrameType | None) -> None:
+    """On SIGTERM the world ends, whoever still starts: MPI_Finalize would wait for peers that may be gone."""
+    _unlink_mapped_segments()
+    os._exit(128 + number)
 
 
 def _until(ready: Callable[[], bool], deadline_s: float) -> bool:

@@ -1,0 +1,128 @@
+"""A lent device: the cores (or the GPU) that a serving engine and a rollout engine share, and who may use them when.
+
+On CPUs the device is a set of cores. Only what computes is bound to it: vLLM's EngineCore and workers, which are the children of
+an engine's process. The API processes stay outside, on the other cores and at normal priority, so that health checks are
+answered while the rollout engine waits.
+
+    serving_up      serving's workers: pinned, in the protected group
+    rollout_spawned the whole rollout engine: pinned, idle class, from its first instruction on (starting is heavy work)
+    rollout_up      its workers stay; its API process leaves the device
+    give_back       the idle class is lifted, so that whatever must end can end quickly
+
+It starts and ends no process (lender.py), and does not read the serving engine's state (slack gate).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from rose_hpc.coserve.gate import read_gate_stats
+from rose_hpc.coserve.quota import Quota, pin
+from rose_hpc.messages import DeviceSample
+
+
+def workers_of(engine_pid: int) -> list[int]:
+    """Pids of everything below an engine's own process."""
+    try:
+        return [child.pid for child in psutil.Process(engine_pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """CPU time used by these processes so far; those that are gone count nothing."""
+    total = 0.0
+    for pid in pids:
+        try:
+            times = psutil.Process(pid).cpu_times()
+            total += times.user + times.system
+        except psutil.NoSuchProcess:
+            continue
+    return total
+
+
+@dataclass
+class _Mark:
+    """Readings at the last sample."""
+
+    time_s: float
+    serving_s: float
+    rollout_s: float
+    held_s: float
+
+
+class Device:
+    """One lent device on this machine."""
+
+    def __init__(self, name: str, cpus: Iterable[int], quota: Quota, board: Path) -> None:
+        self.name, self._cpus, self._quota, self._board = name, sorted(cpus), quota, board
+        elsewhere = sorted(os.sched_getaffinity(0) - set(self._cpus))
+        self._elsewhere = elsewhere if elsewhere else self._cpus
+        self._serving: list[int] = []
+        self._rollout: list[int] = []
+        self._mark = _Mark(time.monotonic(), 0.0, 0.0, 0.0)
+
+    def serving_up(self, engine_pid: int) -> None:
+        """The serving engine answers: bind its workers to the device."""
+        self._serving = workers_of(engine_pid)
+        pin(self._serving, self._cpus)
+        pin([engine_pid], self._elsewhere)
+        self._quota.confine([engine_pid, *self._serving], [])
+        self.restart_sampling()
+
+    def rollout_spawned(self, engine_pid: int) -> None:
+        """A rollout engine has been started: nothing of it may hurt, not even its imports."""
+        pin([engine_pid], self._cpus)
+        self._quota.confine([], [engine_pid])
+        self._rollout = [engine_pid]
+
+    def rollout_up(self, engine_pid: int) -> None:
+        """The rollout engine answers: its workers stay confined, its API process need not."""
+        self._rollout = workers_of(engine_pid)
+        pin(self._rollout, self._cpus)
+        self._quota.confine([], self._rollout)
+        self._quota.release([engine_pid])
+        pin([engine_pid], self._elsewhere)
+        self.restart_sampling()
+
+    def give_back(self) -> None:
+        """Lift the idle class from the rollout engine, which is about to end."""
+        self._quota.release([pid for pid in self._rollout if psutil.pid_exists(pid)])
+        self._rollout = []
+
+    def close(self) -> None:
+        """Undo what was set up."""
+        self._quota.close()
+
+    @property
+    def quota(self) -> str:
+        """What confines the rollout side."""
+        return self._quota.describe()
+
+    def restart_sampling(self) -> None:
+        self._mark = self._reading()
+
+    def sample(self) -> DeviceSample:
+        """How the device was used since the last sample."""
+        now, before = self._reading(), self._mark
+        self._mark = now
+        span_s = max(now.time_s - before.time_s, 1e-6)
+        capacity_s = span_s * len(self._cpus)
+        return DeviceSample(
+            device=self.name,
+            serving_busy_frac=max(now.serving_s - before.serving_s, 0.0) / capacity_s,
+            rollout_busy_frac=max(now.rollout_s - before.rollout_s, 0.0) / capacity_s,
+            gate_held_frac=max(now.held_s - before.held_s, 0.0) / span_s,
+            quota=self.quota,
+        )
+
+    def _reading(self) -> _Mark:
+        stats = read_gate_stats(self._board)
+        held_s = stats.held_s if stats is not None else 0.0
+        return _Mark(time.monotonic(), cpu_seconds(self._serving), cpu_seconds(self._rollout), held_s)

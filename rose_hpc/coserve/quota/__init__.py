@@ -1,0 +1,24 @@
+"""Quota: the kernel runs the rollout engine on the shared device only when the serving engine does not want it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from rose_hpc.coserve.quota.base import Quota, pin
+from rose_hpc.coserve.quota.cgroup import CgroupQuota
+from rose_hpc.coserve.quota.sched_idle import SchedIdleQuota
+from rose_hpc.errors import EnvironmentFault
+
+__all__ = ["CgroupQuota", "Quota", "SchedIdleQuota", "best_quota", "pin"]
+
+log = logging.getLogger(__name__)
+
+
+def best_quota(root: Path = Path("/sys/fs/cgroup")) -> Quota:
+    """cgroups where they are ours to change, else SCHED_IDLE. root: where cgroups are mounted."""
+    try:
+        return CgroupQuota(root)
+    except EnvironmentFault as fault:
+        log.warning("the rollout engine is confined by SCHED_IDLE: %s", fault)
+        return SchedIdleQuota()

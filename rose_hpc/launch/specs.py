@@ -1,0 +1,152 @@
+"""What each process of a run on this machine is told: one JSON file per process, derived from the configuration in one place.
+
+Pure derivation, but for `write`, which puts a file into RUN/control/specs (0600). Decides no policy and starts nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rose_hpc.config import EngineConfig, RunConfig, Section, ServingConfig
+from rose_hpc.coserve.specs import AgentSpec, EngineOffer, ServingSpec
+from rose_hpc.launch.run_folder import RunFolder
+from rose_hpc.metrics.files import next_attempt, serving_file
+from rose_hpc.rollout.controller import ControllerSpec, RelayRole
+from rose_hpc.traffic.spec import ReplaySpec
+from rose_hpc.train.spec import TrainerSpec
+from rose_hpc.weights.arena_home import ArenaHome
+from rose_hpc.weights.relay import RelayNode, RelaySpec
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt at a run. started_s: Unix time."""
+
+    config: RunConfig
+    folder: RunFolder
+    home: ArenaHome
+    resume: bool
+    started_s: float
+
+    @property
+    def dedicated(self) -> list[str]:
+        return [f"executor-{i}" for i in range(self.config.rollout.dedicated)]
+
+    @property
+    def lent(self) -> list[str]:
+        return ["lent-0"] if self.config.serving is not None else []
+
+    @property
+    def serving_socket(self) -> Path:
+        """Where the serving engine listens and its traffic goes."""
+        return self.home.tmp / "serving.sock"
+
+    def write(self, name: str, spec: Section) -> str:
+        """Path of the written file."""
+        path = self.folder.specs / f"{name}.json"
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as f:
+            f.write(spec.model_dump_json())
+        return str(path)
+
+    def controller(self) -> ControllerSpec:
+        feeds = {"trainer": None, "executors": "dedicated", "lent": "opportunistic"}
+        return ControllerSpec(
+            run_dir=self.folder.path,
+            control_dir=self.folder.control,
+            model_dir=self.folder.model_dir(self.config),
+            attempt=next_attempt(self.folder.path),
+            started_s=self.started_s,
+            relays=[RelayRole(role=node.role, feeds=feeds[node.name]) for node in self.relays().nodes],
+            dedicated=len(self.dedicated),
+            opportunistic=len(self.lent),
+            config=self.config,
+        )
+
+    def trainer(self, rank: int) -> TrainerSpec:
+        return TrainerSpec(
+            rank=rank,
+            world_size=self.config.train.ranks,
+            control_dir=self.folder.control,
+            model_dir=self.folder.model_dir(self.config),
+            arena=self._arena("trainer"),
+            rendezvous=self.folder.control / "rendezvous",
+            checkpoints_dir=self.folder.checkpoints,
+            train=self.config.train,
+            temperature=self.config.sampling.temperature,
+            wire_dtype=self.config.weights.wire_dtype,
+            retained_versions=self.config.weights.retained_versions,
+            seed=self.config.seed,
+            resume=self.resume,
+            lease_ttl_s=self.config.control.lease_ttl_s,
+        )
+
+    def relays(self) -> RelaySpec:
+        """Rank 0 reads the trainer's arena; one sink for the dedicated executors' node, one for the lent node."""
+        nodes = [("trainer", "source"), ("executors", "sink"), *([("lent", "sink")] if self.lent else [])]
+        weights = self.config.weights
+        return RelaySpec(
+            control_dir=self.folder.control,
+            nodes=[RelayNode(name=name, role=role, arena=self._arena(name)) for name, role in nodes],
+            bucket_bytes=weights.bucket_bytes,
+            retained_versions=weights.retained_versions,
+            deadline_s=weights.deadline_s,
+            lease_ttl_s=self.config.control.lease_ttl_s,
+        )
+
+    def agent(self) -> AgentSpec:
+        """The node of the dedicated executors."""
+        offers = [self._offer(name, "executors", self.config.rollout.engine, seed=i) for i, name in enumerate(self.dedicated)]
+        return self._agent("agent-0", offers, None)
+
+    def lender(self, serving: ServingConfig) -> AgentSpec:
+        """The lent node: a serving engine, and one opportunistic executor on its device."""
+        spec = ServingSpec(
+            model_dir=self.folder.serving_model_dir(serving),
+            socket=self.serving_socket,
+            board=self.home.path / "board",
+            engine=serving.engine,
+            slo=serving.slo,
+            gate=self.config.gate,
+            device_cpus=serving.device_cpus,
+        )
+        gate = {"board": str(spec.board), **serving.slo.model_dump(), **self.config.gate.model_dump()}
+        offers = [self._offer(name, "lent", serving.rollout, seed=100 + i, gate=gate) for i, name in enumerate(self.lent)]
+        return self._agent("lender-0", offers, spec)
+
+    def traffic(self, serving: ServingConfig) -> ReplaySpec:
+        """The users of the serving engine; they go on until told to stop."""
+        return ReplaySpec(
+            url=f"unix:{self.serving_socket}",
+            traffic=serving.traffic,
+            slo=serving.slo,
+            out=serving_file(self.folder.path, next_attempt(self.folder.path)),
+            start_deadline_s=serving.engine.start_deadline_s,
+        )
+
+    def _agent(self, agent_id: str, offers: list[EngineOffer], serving: ServingSpec | None) -> AgentSpec:
+        return AgentSpec(
+            agent_id=agent_id,
+            kind="dedicated" if serving is None else "opportunistic",
+            serving=serving,
+            control_dir=self.folder.control,
+            logs_dir=self.folder.logs,
+            engines=offers,
+            lease_ttl_s=self.config.control.lease_ttl_s,
+            start_deadline_s=self.config.control.start_deadline_s,
+        )
+
+    def _offer(self, name: str, arena: str, engine: EngineConfig, seed: int, gate: dict[str, Any] | None = None) -> EngineOffer:
+        return EngineOffer(
+            executor_id=name,
+            model_dir=self.folder.model_dir(self.config),
+            arena=self._arena(arena),
+            engine=engine,
+            seed=self.config.seed * 1000 + seed,
+            gate=gate,
+        )
+
+    def _arena(self, name: str) -> Path:
+        return self.home.path / name

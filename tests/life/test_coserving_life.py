@@ -1,0 +1,99 @@
+"""A run with a lent device: both sides do their work, and whatever befalls the RL side, serving goes on without a failed request."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from running import shared_memory, small_run, summary, wait_for_checkpoint
+
+from rose_hpc.metrics.run import Run
+
+pytestmark = [pytest.mark.life, pytest.mark.engine, pytest.mark.mpi]
+
+needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="the lent device needs a core of its own")
+STEPS = 8
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def launched():
+    started = []
+
+    def start(make, *arguments):
+        started.append(make(*arguments))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.clean_up()
+
+
+def coserving_run(run_dir, *extra):
+    return small_run(run_dir, f"steps={STEPS}", *extra, serving=True)
+
+
+def groups_of_ours():
+    """Control groups that a run could leave behind."""
+    return {str(p) for root in ("/sys/fs/cgroup/cpu", "/sys/fs/cgroup") for p in Path(root).glob("rose*")}
+
+
+@needs_two_cores
+def test_both_kinds_of_executor_roll_out_and_serving_is_not_hurt(run_dir, launched):
+    before, groups = shared_memory(), groups_of_ours()
+    run = launched(coserving_run, run_dir)
+    assert run.finish(240) == 0, run.output
+    assert run.wait_gone(5) == {} and shared_memory() <= before and groups_of_ours() <= groups
+    found = summary(run_dir)
+    assert found["steps"] == STEPS and found["complete"]
+    assert found["rollout_tokens"]["opportunistic"] > 0 and found["rollout_tokens"]["dedicated"] > 0
+    assert found["weights"]["verified"] == found["weights"]["versions"] >= 2
+    assert found["serving"]["requests"] > 10 and found["serving"]["failed_requests"] == 0
+    assert found["serving"]["busy_frac"] > 0.02
+    frames = Run(run_dir)
+    assert set(frames.syncs["receiver"]) == {"executor-0", "lent-0"}
+    assert (frames.steps["logprob_diff_mean"].dropna() < 1e-4).all()
+    assert set(frames.turns["kind"]) == {"dedicated", "opportunistic"}
+
+
+@needs_two_cores
+def test_a_killed_controller_costs_no_serving_request_and_the_device_is_given_back(run_dir, launched):
+    run = launched(coserving_run, run_dir, "steps=200")
+    wait_for_checkpoint(run_dir, 2)
+    killed_s = time.time()
+    os.kill(run.pids_of("rose_hpc.rollout.controller")[0], signal.SIGKILL)
+    assert run.finish(90) == 1, run.output
+    assert run.wait_gone(5) == {}
+    requests = Run(run_dir / "serving.h5").serving_requests
+    after = requests[requests["time_s"] > killed_s]
+    assert len(after) >= 5 and requests["ok"].all()
+    assert "the device is given back; serving goes on alone" in (run_dir / "logs" / "lender-0.log").read_text()
+
+
+@needs_two_cores
+def test_a_killed_rollout_engine_costs_no_serving_request_and_the_run_goes_on(run_dir, launched):
+    run = launched(coserving_run, run_dir, "steps=12")
+    wait_for_checkpoint(run_dir, 2)
+    killed_s = time.time()
+    (victim,) = [pid for pid in run.pids_of("rose_hpc.coserve.engine") if is_lent(pid)]
+    os.kill(victim, signal.SIGKILL)
+    assert run.finish(240) == 0, run.output
+    assert run.wait_gone(5) == {}
+    requests = Run(run_dir / "serving.h5").serving_requests
+    assert len(requests[requests["time_s"] > killed_s]) >= 5 and requests["ok"].all()
+    frames = Run(run_dir)
+    assert len(frames.steps) == 12 and set(frames.trajectories["outcome"]) == {"done"}
+    lost = frames.events.query("kind == 'executor_lost'")
+    assert set(lost["subject"]) == {"lent-0"}
+    assert "the rollout side failed, serving goes on" in (run_dir / "logs" / "lender-0.log").read_text()
+
+
+def is_lent(pid):
+    """Whether an engine's specification names the lent executor."""
+    spec = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[-2].decode()
+    return Path(spec).name == "lent-0.json"
