@@ -1,4 +1,4 @@
-"""Agent of one rollout node: `python -m rose_hpc.coserve.agent SPEC.json`. It owns the node's engines and is their only way in.
+"""Agent of one rollout node: it owns the node's engines and is their only way in. Its process is agent_process.py.
 
     start engines ─▶ all healthy ─▶ listen, register at the controller ─▶ serve ─┬─ SIGTERM, SIGINT, POST /v1/stop ─▶ exit 0
           │                                                                     ├─ no renewal within the lease ────▶ exit 3
@@ -18,23 +18,19 @@ It does not restart an engine that died: the controller learns of it by this pro
 from __future__ import annotations
 
 import asyncio
-import shutil
 import sys
-import tempfile
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import aiohttp
 from aiohttp import web
 
-from rose_hpc.config import read_spec
 from rose_hpc.control import ADDRESS_FILE, TOKEN_FILE, read_address, read_token
 from rose_hpc.coserve.device import Device
-from rose_hpc.coserve.engine import MAX_SOCKET_PATH_BYTES
 from rose_hpc.coserve.lease import Lease
 from rose_hpc.coserve.processes import EngineProcess
 from rose_hpc.coserve.specs import AgentSpec, EngineOffer, EngineSpec
-from rose_hpc.errors import ControlError, RoseError
+from rose_hpc.errors import ControlError
 from rose_hpc.http_api import (
     CONTENT_TYPE,
     Refused,
@@ -45,10 +41,8 @@ from rose_hpc.http_api import (
     received,
     reply,
     serving,
-    stop_signals,
     tcp_site,
 )
-from rose_hpc.lifeline import die_with_parent, report_failure
 from rose_hpc.messages import TOKEN_HEADER, AgentStatus, AgentUp, EngineHealth, ExecutorInfo, LeaseRenewal, encode
 
 LEASE_EXPIRED_EXIT = 3
@@ -189,42 +183,6 @@ class Agent:
         return done()
 
 
-def socket_folder() -> Path:
-    """A fresh folder of mode 0700 whose path leaves room for a socket's name."""
-    folder = Path(tempfile.mkdtemp(prefix="rose-"))
-    if len(str(folder)) + 1 + len(f"{'x' * 64}.sock") <= MAX_SOCKET_PATH_BYTES:
-        return folder
-    folder.rmdir()  # TMPDIR lies too deep
-    return Path(tempfile.mkdtemp(prefix="rose-", dir="/tmp"))
-
-
 def say(text: str) -> None:
     """One line in the agent's log."""
     print(f"rose-hpc agent: {text}", file=sys.stderr, flush=True)
-
-
-async def run_agent(spec: AgentSpec) -> int:
-    """Run an agent in a folder of its own; the exit status."""
-    spec.logs_dir.mkdir(parents=True, exist_ok=True)
-    folder = socket_folder()
-    try:
-        if spec.serving is not None:
-            from rose_hpc.coserve.lender import Lender  # it builds on this module
-
-            return await Lender(spec, folder).run()
-        return await Agent(spec, folder).run(stop_signals())
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)  # what a killed vLLM process was still writing may appear meanwhile
-
-
-def main() -> int:
-    """Entry point; the exit status."""
-    die_with_parent()
-    try:
-        return asyncio.run(run_agent(read_spec(Path(sys.argv[1]), AgentSpec)))
-    except RoseError as error:
-        return report_failure(error)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

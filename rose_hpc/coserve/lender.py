@@ -1,4 +1,4 @@
-"""The agent of a lent device: the operator's side of co-serving. Started by agent.py when its specification has a serving engine."""
+"""The agent of a lent device: the operator's side of co-serving. Its process is agent_process.py."""
 
 from __future__ import annotations
 

@@ -128,14 +128,14 @@ def _make_models(config: RunConfig, folder: RunFolder, signals: _Signals, displa
 
 def _start_operator_side(attempt: Attempt, serving: ServingConfig, operator: Supervisor) -> None:
     """The lender (which starts the serving engine) and the users' traffic, which waits until the engine is healthy."""
-    operator.start_module("lender-0", "rose_hpc.coserve.agent", attempt.write("lender-0", attempt.lender(serving)))
+    operator.start_module("lender-0", "rose_hpc.coserve.agent_process", attempt.write("lender-0", attempt.lender(serving)))
     operator.start_module("traffic", "rose_hpc.traffic.replay", attempt.write("traffic", attempt.traffic(serving)))
 
 
 def _start_rl_side(attempt: Attempt, rl_side: Supervisor) -> None:
     """Controller, agent, trainer ranks and relays; they find each other through RUN/control."""
     rl_side.start_module("controller", "rose_hpc.rollout.controller", attempt.write("controller", attempt.controller()))
-    rl_side.start_module("agent-0", "rose_hpc.coserve.agent", attempt.write("agent-0", attempt.agent()))
+    rl_side.start_module("agent-0", "rose_hpc.coserve.agent_process", attempt.write("agent-0", attempt.agent()))
     for rank in range(attempt.config.train.ranks):
         rl_side.start_module(f"trainer-{rank}", "rose_hpc.train.trainer", attempt.write(f"trainer-{rank}", attempt.trainer(rank)))
     relays = attempt.relays()

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from rose_hpc.config import EnvConfig, SamplingConfig
 from rose_hpc.messages import GenerateRequest
-from rose_hpc.rollout.envs.base import Env, make_env
+from rose_hpc.rollout.envs.base import Env
+from rose_hpc.rollout.envs.registry import make_env
 from rose_hpc.rollout.fleet import Fleet
 from rose_hpc.rollout.step_run import RolloutBatch, StepRun, TurnFormat
 from rose_hpc.rollout.tokenizer import TurnTokenizer

@@ -59,7 +59,7 @@ class Controller:
 
 
 class RunningAgent:
-    """`python -m rose_hpc.coserve.agent` with its temporary folder under ours, so that what it leaves behind can be seen."""
+    """`python -m rose_hpc.coserve.agent_process` with its temporary folder under ours, so that what it leaves behind can be seen."""
 
     def __init__(self, folder: Path, control_dir: Path, policies: Policies, lease_ttl_s: float) -> None:
         self.control_dir, self.log = control_dir, folder / "agent.log"
@@ -69,7 +69,14 @@ class RunningAgent:
         )
         (folder / "agent.json").write_text(spec.model_dump_json())
         with self.log.open("wb") as log:
-            command = ["env", f"TMPDIR={self.temporary}", sys.executable, "-m", "rose_hpc.coserve.agent", str(folder / "agent.json")]
+            command = [
+                "env",
+                f"TMPDIR={self.temporary}",
+                sys.executable,
+                "-m",
+                "rose_hpc.coserve.agent_process",
+                str(folder / "agent.json"),
+            ]
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
         self.seen: list[psutil.Process] = []
 

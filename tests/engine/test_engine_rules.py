@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rose_hpc.config import EngineConfig, read_spec
-from rose_hpc.coserve.agent import socket_folder
+from rose_hpc.coserve.agent_process import socket_folder
 from rose_hpc.coserve.engine import MAX_SOCKET_PATH_BYTES, check_socket, engine_environment
 from rose_hpc.coserve.lease import Lease
 from rose_hpc.coserve.specs import AgentSpec, EngineSpec

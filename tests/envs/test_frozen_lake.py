@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from rose_hpc.config import EnvConfig
 from rose_hpc.errors import RoseError
-from rose_hpc.rollout.envs.base import StepResult, make_env
+from rose_hpc.rollout.envs.base import StepResult
 from rose_hpc.rollout.envs.frozen_lake import ACTIONS, COLS, ROWS, WORDS, FrozenLake, observation, shortest_actions
+from rose_hpc.rollout.envs.registry import make_env
 
 
 def episode(config: EnvConfig, actions: str | list[str], seed: int = 0) -> list[StepResult]:

@@ -16,24 +16,6 @@ needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="t
 STEPS = 8
 
 
-@pytest.fixture
-def run_dir(tmp_path):
-    return tmp_path / "run"
-
-
-@pytest.fixture
-def launched():
-    started = []
-
-    def start(make, *arguments):
-        started.append(make(*arguments))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.clean_up()
-
-
 def coserving_run(run_dir, *extra):
     return small_run(run_dir, f"steps={STEPS}", *extra, serving=True)
 

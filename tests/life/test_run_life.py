@@ -14,25 +14,6 @@ pytestmark = [pytest.mark.life, pytest.mark.engine, pytest.mark.mpi]
 STEPS = 4
 
 
-@pytest.fixture
-def run_dir(tmp_path):
-    return tmp_path / "run"
-
-
-@pytest.fixture
-def launched():
-    """Starts commands and makes sure that the test leaves none behind."""
-    started = []
-
-    def start(make, *arguments):
-        started.append(make(*arguments))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.clean_up()
-
-
 def test_a_run_ends_well_with_every_version_verified_and_leaves_nothing(run_dir, launched):
     before = shared_memory()
     run = launched(small_run, run_dir)
@@ -93,7 +74,7 @@ def test_a_run_killed_at_step_k_leaves_no_process_and_resumes_from_its_checkpoin
         "rose_hpc.rollout.controller",
         "rose_hpc.train.trainer",
         "rose_hpc.weights.relay",
-        "rose_hpc.coserve.agent",
+        "rose_hpc.coserve.agent_process",
         "rose_hpc.coserve.engine",
     ],
 )

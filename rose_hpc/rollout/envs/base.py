@@ -15,8 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from rose_hpc.config import EnvConfig
-
 
 @dataclass(frozen=True)
 class StepResult:
@@ -46,10 +44,3 @@ class Env(Protocol):
     async def close(self) -> None:
         """Free what the environment holds. May be called more than once."""
         ...
-
-
-def make_env(config: EnvConfig) -> Env:
-    """The environment that the configuration names. EnvConfig.name admits only names listed here."""
-    from rose_hpc.rollout.envs.frozen_lake import FrozenLakeEnv  # here: who uses only the protocol needs no gymnasium
-
-    return {"frozen_lake": FrozenLakeEnv}[config.name](config)
