@@ -89,6 +89,7 @@ def rate(process: subprocess.Popen[bytes]) -> float:
     return (sum(psutil.Process(process.pid).cpu_times()[:2]) - before_s) / (time.monotonic() - begin_s)
 
 
+@pytest.mark.kernel
 @pytest.mark.parametrize("make", [cgroup_quota, sched_idle_quota])
 def test_rollout_gets_what_serving_leaves_and_a_fair_share_once_released(
     make: Callable[[], Quota], undisturbed: list[subprocess.Popen[bytes]]

@@ -9,6 +9,8 @@ import textwrap
 import pytest
 from running import QUICKSTART, Launched, settings
 
+pytestmark = pytest.mark.life
+
 CASES = {
     "unknown key": (["train.learning_rte=1"], "learning_rte: unknown key; valid here:"),
     "wrong type": (["train.ranks=two"], "train.ranks"),
@@ -78,7 +80,6 @@ def test_resume_and_report_of_something_else_are_explained(tmp_path):
     assert "error:" in refused("report", tmp_path)
 
 
-@pytest.mark.life
 @pytest.mark.mpi
 @pytest.mark.engine
 def test_an_mpi_that_starts_worlds_of_size_one_is_explained(tmp_path):

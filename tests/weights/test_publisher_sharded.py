@@ -13,6 +13,8 @@ from rose_hpc.weights.arena import Arena
 from rose_hpc.weights.digest import combine, digest_image
 from rose_hpc.weights.layout import merge
 
+pytestmark = pytest.mark.ranks
+
 RANK_PROGRAM = """
 import json, sys
 from datetime import timedelta
