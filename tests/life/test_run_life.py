@@ -33,7 +33,10 @@ def test_a_run_ends_well_with_every_version_verified_and_leaves_nothing(run_dir,
     assert (run_dir / "control" / "token").stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [pytest.param(signal.SIGINT, 130, id="SIGINT"), pytest.param(signal.SIGTERM, 143, id="SIGTERM", marks=pytest.mark.chaos)],
+)
 def test_a_stopped_run_cleans_up_and_resume_ends_it_with_the_same_number_of_steps(run_dir, launched, number, status):
     before = shared_memory()
     run = launched(small_run, run_dir, "steps=6")
