@@ -90,6 +90,7 @@ class TrainConfig(Section):
     """FSDP2 trainer: float32 masters, AdamW, GRPO."""
 
     ranks: int = Field(2, ge=1)
+    device: Literal["auto", "cpu"] = Field("auto", description="auto: a GPU per rank where there are any; cpu: never a GPU")
     compute_dtype: Dtype = "float32"
     learning_rate: float = Field(5e-4, gt=0)
     warmup_steps: int = Field(5, ge=0, description="linear learning-rate ramp, in training steps")

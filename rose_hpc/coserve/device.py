@@ -1,4 +1,4 @@
-"""A lent device: the cores (or the GPU) that a serving engine and a rollout engine share, and who may use them when.
+"""A lent device: what a serving engine and a rollout engine share, and who may use it when.
 
 On CPUs the device is a set of cores. Only what computes is bound to it: vLLM's EngineCore and workers, which are the children of
 an engine's process. The API processes stay outside, on the other cores and at normal priority, so that health checks are
@@ -9,11 +9,16 @@ answered while the rollout engine waits.
     rollout_up      its workers stay; its API process leaves the device
     give_back       the idle class is lifted, so that whatever must end can end quickly
 
+On GPUs (cpus empty; not yet verified on one) nothing is bound or confined: the gate alone protects, and CPU time says nothing
+about the device, so its busy fractions are NaN.
+
 It starts and ends no process (lender.py), and does not read the serving engine's state (slack gate).
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import time
 from collections.abc import Iterable
@@ -24,7 +29,10 @@ import psutil
 
 from rose_hpc.coserve.gate import read_gate_stats
 from rose_hpc.coserve.quota import Quota, pin
+from rose_hpc.errors import EnvironmentFault
 from rose_hpc.messages import DeviceSample
+
+log = logging.getLogger(__name__)
 
 
 def workers_of(engine_pid: int) -> list[int]:
@@ -62,8 +70,9 @@ class Device:
 
     def __init__(self, name: str, cpus: Iterable[int], quota: Quota, board: Path) -> None:
         self.name, self._cpus, self._quota, self._board = name, sorted(cpus), quota, board
-        elsewhere = sorted(os.sched_getaffinity(0) - set(self._cpus))
-        self._elsewhere = elsewhere if elsewhere else self._cpus
+        everywhere = os.sched_getaffinity(0)
+        elsewhere = everywhere - set(self._cpus)
+        self._elsewhere = sorted(elsewhere if elsewhere else everywhere)
         self._serving: list[int] = []
         self._rollout: list[int] = []
         self._mark = _Mark(time.monotonic(), 0.0, 0.0, 0.0)
@@ -71,34 +80,40 @@ class Device:
     def serving_up(self, engine_pid: int) -> None:
         """The serving engine answers: bind its workers to the device."""
         self._serving = workers_of(engine_pid)
-        pin(self._serving, self._cpus)
-        pin([engine_pid], self._elsewhere)
+        self._bind(self._serving, [engine_pid])
         self._quota.confine([engine_pid, *self._serving], [])
         self.restart_sampling()
 
     def rollout_spawned(self, engine_pid: int) -> None:
         """A rollout engine has been started: nothing of it may hurt, not even its imports."""
-        pin([engine_pid], self._cpus)
+        self._bind([engine_pid], [])
         self._quota.confine([], [engine_pid])
         self._rollout = [engine_pid]
 
     def rollout_up(self, engine_pid: int) -> None:
         """The rollout engine answers: its workers stay confined, its API process need not."""
         self._rollout = workers_of(engine_pid)
-        pin(self._rollout, self._cpus)
         self._quota.confine([], self._rollout)
         self._quota.release([engine_pid])
-        pin([engine_pid], self._elsewhere)
+        self._bind(self._rollout, [engine_pid])
         self.restart_sampling()
 
     def give_back(self) -> None:
-        """Lift the idle class from the rollout engine, which is about to end."""
-        self._quota.release([pid for pid in self._rollout if psutil.pid_exists(pid)])
+        """Lift the idle class from the rollout engine, which is about to end. Where that is not permitted, it ends more slowly."""
+        try:
+            self._quota.release([pid for pid in self._rollout if psutil.pid_exists(pid)])
+        except EnvironmentFault as fault:
+            log.warning("the rollout engine stays in the idle class while it ends: %s", fault)
         self._rollout = []
 
     def close(self) -> None:
         """Undo what was set up."""
         self._quota.close()
+
+    def _bind(self, to_device: list[int], off_device: list[int]) -> None:
+        if self._cpus:
+            pin(to_device, self._cpus)
+            pin(off_device, self._elsewhere)
 
     @property
     def quota(self) -> str:
@@ -113,7 +128,7 @@ class Device:
         now, before = self._reading(), self._mark
         self._mark = now
         span_s = max(now.time_s - before.time_s, 1e-6)
-        capacity_s = span_s * len(self._cpus)
+        capacity_s = span_s * len(self._cpus) if self._cpus else math.nan
         return DeviceSample(
             device=self.name,
             serving_busy_frac=max(now.serving_s - before.serving_s, 0.0) / capacity_s,

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rose_hpc.coserve.agent import Agent, say
 from rose_hpc.coserve.device import Device
-from rose_hpc.coserve.quota import best_quota
+from rose_hpc.coserve.engine import is_cpu_build
+from rose_hpc.coserve.quota import GateOnly, best_quota
 from rose_hpc.coserve.serving_process import ServingProcess
 from rose_hpc.coserve.specs import AgentSpec
 from rose_hpc.errors import ConfigError, RoseError
@@ -36,7 +37,7 @@ class Lender:
         async with ServingProcess(self._serving_spec, self._spec.logs_dir / "serving.log") as server:
             if await first_of(stop=stop.wait(), up=server.healthy()) == "stop":
                 return 0
-            device = Device(self._spec.agent_id, self._serving_spec.device_cpus, best_quota(), self._serving_spec.board)
+            device = self._device()
             try:
                 device.serving_up(server.pid)
                 say(f"serving is up; the rollout side is confined by {device.quota}")
@@ -44,6 +45,12 @@ class Lender:
             finally:
                 device.close()
         return 0
+
+    def _device(self) -> Device:
+        """On the CPU build the cores that stand for it, on others the GPU that the engines see."""
+        spec = self._serving_spec
+        cpus, quota = (spec.device_cpus, best_quota()) if is_cpu_build() else ([], GateOnly())
+        return Device(self._spec.agent_id, cpus, quota, spec.board)
 
     async def _lend(self, device: Device, stop: asyncio.Event) -> None:
         """Lend until the run is over; then wait for the operator."""

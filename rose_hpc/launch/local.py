@@ -28,6 +28,7 @@ from pathlib import Path
 from types import FrameType
 
 from rose_hpc.config import RunConfig, ServingConfig
+from rose_hpc.coserve.engine import is_cpu_build
 from rose_hpc.errors import RoseError, RunFailed, UsageError
 from rose_hpc.launch import preflight, run_folder
 from rose_hpc.launch.display import Display
@@ -146,8 +147,8 @@ def _start_rl_side(attempt: Attempt, rl_side: Supervisor) -> None:
 
 
 def _cpus_of_rl_side(config: RunConfig) -> set[int] | None:
-    """Every core but those of the lent device; None where nothing is lent or nothing else is left."""
-    if config.serving is None:
+    """Every core but those of the lent device; None where none is lent, it is a GPU, or no core would be left."""
+    if config.serving is None or not is_cpu_build():
         return None
     rest = os.sched_getaffinity(0) - set(config.serving.device_cpus)
     return rest if rest else None

@@ -28,16 +28,19 @@ from rose_hpc.errors import ConfigError, EnvironmentFault
 _LOOPBACK = "lo"
 
 
-def device_of(local_rank: int, local_world_size: int) -> torch.device:
-    """The rank's own GPU where the machine has any, else the CPU. Raises EnvironmentFault when ranks would have to share a GPU."""
-    if not torch.cuda.is_available():
+def device_of(wanted: str, local_rank: int, local_world_size: int) -> torch.device:
+    """wanted "auto": the rank's own GPU where the machine has any, else the CPU; "cpu": the CPU.
+
+    Raises EnvironmentFault when ranks would have to share a GPU.
+    """
+    if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     if torch.cuda.device_count() < local_world_size:
         raise EnvironmentFault(
             "NCCL cannot put two trainer ranks on one GPU",
             got=f"{torch.cuda.device_count()} GPUs for {local_world_size} ranks",
             expected="a GPU for every rank of the node",
-            remedy="lower train.ranks, or set CUDA_VISIBLE_DEVICES to nothing to train on the CPU",
+            remedy='lower train.ranks, or set train.device = "cpu"',
         )
     return torch.device("cuda", local_rank)
 

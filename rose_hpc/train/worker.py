@@ -98,7 +98,7 @@ def run_rank(spec: TrainerSpec, channel: WorkerChannel, make_publisher: MakePubl
     """Build the rank, announce it and serve until Stop. Errors are reported, then raised; the process group is left on all paths."""
     with ExitStack() as group:
         with _reporting_to(channel):
-            device = device_of(spec.local_rank, spec.local_world_size)
+            device = device_of(spec.train.device, spec.local_rank, spec.local_world_size)
             group.enter_context(process_group(spec.rendezvous, spec.rank, spec.world_size, device, spec.train.step_deadline_s))
             rank, resumed = build_rank(spec, device, make_publisher)
         channel.hello(_worker_up(spec, resumed))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from rose_hpc.coserve.quota.base import Quota, pin
+from rose_hpc.coserve.quota.base import GateOnly, Quota, pin
 from rose_hpc.coserve.quota.cgroup import CgroupQuota
 from rose_hpc.coserve.quota.sched_idle import SchedIdleQuota
 from rose_hpc.errors import EnvironmentFault
 
-__all__ = ["CgroupQuota", "Quota", "SchedIdleQuota", "best_quota", "pin"]
+__all__ = ["CgroupQuota", "GateOnly", "Quota", "SchedIdleQuota", "best_quota", "pin"]
 
 log = logging.getLogger(__name__)
 

@@ -31,6 +31,22 @@ class Quota(Protocol):
         """The mechanism, in words."""
 
 
+class GateOnly:
+    """No quota at all: what a device has for which none exists yet. Says so instead of pretending."""
+
+    def confine(self, serving_pids: Iterable[int], rollout_pids: Iterable[int]) -> None:
+        """Nothing."""
+
+    def release(self, rollout_pids: Iterable[int]) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+    def describe(self) -> str:
+        return "the gate alone"
+
+
 def pin(pids: Iterable[int], cpus: Iterable[int]) -> None:
     """Bind all threads of the processes to these cores; threads to come inherit it. Raises EnvironmentFault: no such cores."""
     cores = sorted(set(cpus))

@@ -1,0 +1,118 @@
+"""A lent device: who is bound where, in which order, and how its use is measured."""
+
+import math
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from rose_hpc.coserve.device import Device, workers_of
+from rose_hpc.coserve.quota import GateOnly
+from rose_hpc.errors import EnvironmentFault
+
+ENGINE = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+BUSY = "while True: pass"
+IDLE = "import time; time.sleep(60)"
+
+
+class RecordingQuota(GateOnly):
+    """Notes what it was asked to do; may refuse to release."""
+
+    def __init__(self, refuse=False):
+        self.calls, self.refuse = [], refuse
+
+    def confine(self, serving_pids, rollout_pids):
+        self.calls.append(("confine", list(serving_pids), list(rollout_pids)))
+
+    def release(self, rollout_pids):
+        if self.refuse:
+            raise EnvironmentFault("not permitted")
+        self.calls.append(("release", list(rollout_pids)))
+
+
+@pytest.fixture
+def engines():
+    """Starts processes shaped like an engine: one that answers, and a worker below it. Yields (engine pid, worker pid)."""
+    started, workers = [], []
+
+    def start(program):
+        engine = subprocess.Popen([sys.executable, "-c", ENGINE, program], stdout=subprocess.PIPE, text=True)
+        started.append(engine)
+        workers.append(int(engine.stdout.readline()))
+        return engine.pid, workers[-1]
+
+    yield start
+    for engine in started:
+        engine.kill()
+        engine.wait(10)
+        engine.stdout.close()
+    for pid in workers:
+        os.kill(pid, 9)
+
+
+needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="binding shows only with a second core")
+
+
+@needs_two_cores
+def test_workers_are_bound_to_the_device_and_api_processes_are_kept_off_it(tmp_path, engines):
+    core, *others = sorted(os.sched_getaffinity(0))
+    quota = RecordingQuota()
+    device = Device("lent", [core], quota, tmp_path / "board")
+    serving, serving_worker = engines(IDLE)
+    device.serving_up(serving)
+    rollout, rollout_worker = engines(IDLE)
+    device.rollout_spawned(rollout)
+    assert os.sched_getaffinity(rollout) == {core}  # starting is heavy work, too
+    device.rollout_up(rollout)
+    assert os.sched_getaffinity(serving_worker) == os.sched_getaffinity(rollout_worker) == {core}
+    assert os.sched_getaffinity(serving) == os.sched_getaffinity(rollout) == set(others)
+    assert quota.calls == [
+        ("confine", [serving, serving_worker], []),
+        ("confine", [], [rollout]),
+        ("confine", [], [rollout_worker]),
+        ("release", [rollout]),
+    ]
+    device.give_back()
+    assert quota.calls[-1] == ("release", [rollout_worker])
+
+
+def test_how_busy_the_device_was_is_measured_from_its_workers(tmp_path, engines):
+    core = min(os.sched_getaffinity(0))
+    device = Device("lent", [core], RecordingQuota(), tmp_path / "board")
+    serving, worker = engines(BUSY)
+    assert workers_of(serving) == [worker]
+    device.serving_up(serving)
+    time.sleep(0.5)
+    sample = device.sample()
+    assert sample.device == "lent" and 0.2 < sample.serving_busy_frac <= 1.1
+    assert sample.rollout_busy_frac == 0 and sample.gate_held_frac == 0
+
+
+def test_an_idle_class_that_cannot_be_lifted_does_not_keep_the_device_from_being_given_back(tmp_path, engines):
+    device = Device("lent", [min(os.sched_getaffinity(0))], RecordingQuota(refuse=True), tmp_path / "board")
+    rollout, _ = engines(IDLE)
+    device.rollout_spawned(rollout)
+    device.give_back()
+
+
+def test_where_the_device_is_a_gpu_nothing_is_bound_and_cpu_time_is_not_mistaken_for_its_use(tmp_path, engines):
+    device = Device("gpu", [], GateOnly(), tmp_path / "board")
+    serving, worker = engines(IDLE)
+    before = os.sched_getaffinity(worker)
+    device.serving_up(serving)
+    assert os.sched_getaffinity(worker) == before
+    sample = device.sample()
+    assert math.isnan(sample.serving_busy_frac) and sample.quota == "the gate alone"
+
+
+def test_processes_that_are_gone_count_nothing(tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait(10)
+    assert workers_of(gone.pid) == []
