@@ -20,7 +20,7 @@ from engine_harness import Policies, alive, family, kill, offer, turn, wait_unti
 
 from rose_hpc.control import make_token, publish_address, read_token
 from rose_hpc.coserve.specs import AgentSpec
-from rose_hpc.messages import AgentUp, Fault, GenerateResult, LeaseRenewal, UpdateRequest, UpdateResult, decode, encode
+from rose_hpc.messages import AgentStatus, AgentUp, Fault, GenerateResult, LeaseRenewal, UpdateRequest, UpdateResult, decode, encode
 
 pytestmark = pytest.mark.engine
 
@@ -139,7 +139,8 @@ def test_an_agent_forwards_while_it_is_renewed_and_gives_everything_back_when_th
         assert http.post("/v1/lease", content=encode(LeaseRenewal(0))).status_code == 400
         assert decode(http.get("/v1/health").content, AgentUp).executors[0].policy_version == 1
         for _ in range(4):
-            assert http.post("/v1/lease", content=encode(LeaseRenewal(1.5))).status_code == 204
+            renewed = http.post("/v1/lease", content=encode(LeaseRenewal(1.5)))
+            assert decode(renewed.content, AgentStatus) == AgentStatus([], ["e0"])  # a dedicated node lends no device
             time.sleep(0.6)
         assert agent.process.poll() is None  # 2.4 s after the first renewal
     assert agent.process.wait(15) == 3
