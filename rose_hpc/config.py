@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import tomllib
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rose_hpc.errors import ConfigError
 
@@ -24,6 +24,17 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def _absolute(path: Path) -> Path:
+    """A run may be resumed from another folder than it was started from."""
+    return path.absolute()
+
+
+def _check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
+    if heads % kv_heads or head_dim % 2:
+        raise ValueError(f"heads ({heads}) must be a multiple of kv_heads ({kv_heads}), and head_dim ({head_dim}) even")
+
+
+AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
 SectionT = TypeVar("SectionT", bound=Section)
 
 
@@ -40,15 +51,14 @@ class TinyModelConfig(Section):
 
     @model_validator(mode="after")
     def _attention_shape(self) -> TinyModelConfig:
-        if self.heads % self.kv_heads or self.head_dim % 2:
-            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads}), and head_dim ({self.head_dim}) even")
+        _check_heads(self.heads, self.kv_heads, self.head_dim)
         return self
 
 
 class ModelConfig(Section):
     """Which policy is trained: a folder in Hugging Face format, or a tiny one made for the run."""
 
-    path: Path | None = Field(None, description="folder with config.json, *.safetensors and a tokenizer")
+    path: AbsolutePath | None = Field(None, description="folder with config.json, *.safetensors and a tokenizer")
     tiny: TinyModelConfig | None = None
 
     @model_validator(mode="after")
@@ -66,6 +76,11 @@ class TinyLlamaConfig(Section):
     heads: int = Field(4, ge=1)
     kv_heads: int = Field(2, ge=1)
     head_dim: int = Field(64, ge=32)
+
+    @model_validator(mode="after")
+    def _attention_shape(self) -> TinyLlamaConfig:
+        _check_heads(self.heads, self.kv_heads, self.head_dim)
+        return self
 
 
 class EnvConfig(Section):
@@ -139,7 +154,7 @@ class SloConfig(Section):
 class TrafficConfig(Section):
     """Open-loop requests to the serving engine: a trace file, else synthetic bursts. Requests are never dropped."""
 
-    trace: Path | None = Field(None, description="a published format: Azure LLM (CSV), Mooncake (JSONL), BurstGPT (CSV)")
+    trace: AbsolutePath | None = Field(None, description="a published format: Azure LLM (CSV), Mooncake (JSONL), BurstGPT (CSV)")
     time_scale: float = Field(1.0, gt=0, description="trace seconds × this = our seconds")
     length_scale: float = Field(1.0, gt=0, description="trace tokens × this = our tokens, at least 1")
     requests_per_s: float = Field(3.2, gt=0, description="synthetic: mean rate")
@@ -148,11 +163,18 @@ class TrafficConfig(Section):
     output_tokens: tuple[int, int] = Field((20, 60), description="synthetic: smallest and largest")
     seed: int = Field(0, ge=0)
 
+    @model_validator(mode="after")
+    def _spans(self) -> TrafficConfig:
+        for name, (least, most) in (("prompt_tokens", self.prompt_tokens), ("output_tokens", self.output_tokens)):
+            if not 1 <= least <= most:
+                raise ValueError(f"{name} must be [smallest, largest], at least 1 (got [{least}, {most}])")
+        return self
+
 
 class ServingConfig(Section):
     """The operator's side: a serving engine under traffic, and the device that it lends."""
 
-    model: Path | None = Field(None, description="folder in Hugging Face format; without it a tiny Llama is made")
+    model: AbsolutePath | None = Field(None, description="folder in Hugging Face format; without it a tiny Llama is made")
     tiny: TinyLlamaConfig = TinyLlamaConfig()
     engine: EngineConfig = EngineConfig(dtype="bfloat16", max_model_len=1024, kv_cache_bytes=128 << 20)
     slo: SloConfig = SloConfig()
@@ -193,6 +215,12 @@ class ControlConfig(Section):
     heartbeat_s: float = Field(2, gt=0)
     start_deadline_s: float = Field(300, gt=0)
     lend_patience_s: float = Field(120, ge=0, description="wait this long for opportunistic executors before the first step")
+
+    @model_validator(mode="after")
+    def _heartbeats_keep_the_lease(self) -> ControlConfig:
+        if self.heartbeat_s > self.lease_ttl_s / 2:
+            raise ValueError(f"heartbeat_s ({self.heartbeat_s:g}) must be at most half of lease_ttl_s ({self.lease_ttl_s:g})")
+        return self
 
 
 class RunConfig(Section):

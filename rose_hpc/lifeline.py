@@ -19,20 +19,27 @@ import sys
 from rose_hpc.errors import RoseError
 
 _PR_SET_PDEATHSIG = 1
+_PARENT_VARIABLE = "ROSE_HPC_PARENT_PID"
 
 
 def die_with_parent(how: signal.Signals = signal.SIGTERM) -> None:
-    """Have the kernel send `how` to this process when its parent exits; survives exec. Ends now if it exits meanwhile.
+    """Have the kernel send `how` to this process when its parent exits; survives exec. Ends now if the parent is gone already.
 
-    A parent that was gone before this call is not noticed (its child may rightly belong to PID 1 in a container): such a
-    process has its controller's silence to tell it.
+    Whoever starts the process tells it its own pid in the environment (`parent_variable`): a parent that dies while the child is
+    still importing cannot be noticed otherwise, since a child may rightly belong to PID 1 (in a container).
     """
-    parent = os.getppid()
+    told = os.environ.pop(_PARENT_VARIABLE, None)  # not for our children: their parent is another
+    parent = os.getppid() if told is None else int(told)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(how), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:
         os.kill(os.getpid(), how)
+
+
+def parent_variable() -> dict[str, str]:
+    """Environment for a child that this process starts directly, and that calls `die_with_parent`."""
+    return {_PARENT_VARIABLE: str(os.getpid())}
 
 
 def report_failure(error: RoseError) -> int:

@@ -35,6 +35,7 @@ from rose_hpc.launch.display import Display
 from rose_hpc.launch.processes import Supervisor
 from rose_hpc.launch.run_folder import RunFolder
 from rose_hpc.launch.specs import Attempt
+from rose_hpc.metrics.files import next_attempt
 from rose_hpc.weights.arena_home import ArenaHome
 
 POLL_S = 0.1
@@ -70,25 +71,26 @@ def resume(run_dir: Path) -> RunFolder:
 
 def _attempt(config: RunConfig, folder: RunFolder, resume: bool) -> None:
     signals, started_s = _Signals(folder.path), time.time()
-    with signals, Display(folder.path, config.steps) as display:
+    with run_folder.claimed(folder) as lock, signals, Display(folder.path, config.steps) as display:
         _make_models(config, folder, signals, display)
         preflight.check_arena_space(config, folder.model_dir(config))
         with ArenaHome(config.weights.arena_root) as home:
-            attempt = Attempt(config, folder, home, resume, started_s)
+            attempt = Attempt(config, folder, home, resume, started_s, next_attempt(folder.path))
             env = {"TMPDIR": str(home.tmp)}
-            with Supervisor(folder.logs, env) as operator:
+            with Supervisor(folder.logs, env, shared_fds=[lock]) as operator:
                 if config.serving is not None:
                     _start_operator_side(attempt, config.serving, operator)
-                _see_through(attempt, operator, env, signals, display)
+                rl_side = Supervisor(folder.logs, env, _cpus_of_rl_side(config), shared_fds=[lock])
+                _see_through(attempt, operator, rl_side, signals, display)
 
 
-def _see_through(attempt: Attempt, operator: Supervisor, env: dict[str, str], signals: _Signals, display: Display) -> None:
+def _see_through(attempt: Attempt, operator: Supervisor, rl_side: Supervisor, signals: _Signals, display: Display) -> None:
     """The RL side from start to end, then the operator's side brought to rest without cutting off a request."""
     try:
-        with Supervisor(attempt.folder.logs, env, _cpus_of_rl_side(attempt.config)) as rl_side:
+        with rl_side:
             _start_rl_side(attempt, rl_side)
             _watch(rl_side, operator, signals, display, attempt.folder)
-    except (RunFailed, UsageError):
+    except RunFailed:
         _outlast_the_lease(attempt.config, operator, signals)
         raise
     finally:
@@ -100,7 +102,7 @@ def _see_through(attempt: Attempt, operator: Supervisor, env: dict[str, str], si
 def _outlast_the_lease(config: RunConfig, operator: Supervisor, signals: _Signals) -> None:
     """The RL side is gone, perhaps without a word. Serving goes on as before until the lender has noticed, and a little longer."""
     end = time.monotonic() + config.control.lease_ttl_s + MORE_THAN_A_LEASE_S
-    while config.serving is not None and not operator.ended() and time.monotonic() < end and not signals.received:
+    while config.serving is not None and not _gone(operator) and time.monotonic() < end and not signals.received:
         time.sleep(POLL_S)
 
 
@@ -159,11 +161,11 @@ def _cpus_of_rl_side(config: RunConfig) -> set[int] | None:
 
 def _watch(rl_side: Supervisor, operator: Supervisor, signals: _Signals, display: Display, folder: RunFolder) -> None:
     """Until the controller has finished well. Raises RunFailed, UsageError or Interrupted."""
-    while not rl_side.ended() and not operator.ended():
+    while not rl_side.ended() and not _gone(operator):
         signals.check()
         display.poll()
         time.sleep(POLL_S)
-    if operator.ended():
+    if _gone(operator):
         raise _verdict(operator, folder)
     display.phase("stopping")
     controller = rl_side.child("controller")
@@ -175,9 +177,14 @@ def _watch(rl_side: Supervisor, operator: Supervisor, signals: _Signals, display
         raise _verdict(rl_side, folder)
 
 
+def _gone(operator: Supervisor) -> bool:
+    """Whether the operator's side has lost a process. Traffic that came to the end of its trace is no loss."""
+    return any(child.name != "traffic" or child.process.returncode != 0 for child in operator.ended())
+
+
 def _verdict(supervisor: Supervisor, folder: RunFolder) -> RoseError:
     """A process ended that should not have: the best explanation that any of them gave."""
-    child = (supervisor.failed() or supervisor.ended())[0]
+    child = (supervisor.failed() or supervisor.ended())[0]  # none may have failed: one that ended too early is a failure, too
     what = f"{child.name} ended with status {child.process.returncode}: {child.failure()}"
     if child.process.returncode == UsageError.exit_code:
         return UsageError(what, remedy=f"logs are in {folder.logs}")
@@ -185,14 +192,14 @@ def _verdict(supervisor: Supervisor, folder: RunFolder) -> RoseError:
 
 
 class _Signals:
-    """Turns SIGINT and SIGTERM into Interrupted at the next `check`; a second one does not cut the stopping short."""
+    """Turns SIGINT, SIGTERM and SIGHUP into Interrupted at the next `check`; a second one does not cut the stopping short."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir, self.received = run_dir, 0
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> _Signals:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             self._before[number] = signal.signal(number, self._note)
         return self
 

@@ -12,8 +12,10 @@ import shutil
 import struct
 import sys
 from pathlib import Path
+from typing import Any
 
 from rose_hpc.config import ControlConfig, EngineConfig, RunConfig, ServingConfig, TinyLlamaConfig, TinyModelConfig, WeightsConfig
+from rose_hpc.coserve.engine import is_cpu_build
 from rose_hpc.errors import ConfigError, EnvironmentFault
 from rose_hpc.http_api import bind
 
@@ -29,11 +31,11 @@ def check(config: RunConfig) -> None:
     check_sampling(config)
     if config.model.path is not None:
         check_model(config.model.path)
-        check_engine(config.rollout.engine, read_model_config(config.model.path))
-    if config.model.tiny is not None:
-        check_engine(config.rollout.engine, tiny_shape(config.model.tiny))
+    policy = read_model_config(config.model.path) if config.model.tiny is None else tiny_shape(config.model.tiny)  # type: ignore[arg-type]
+    check_engine(config.rollout.engine, policy)
     if config.serving is not None:
         check_serving(config.serving)
+        check_lent_engine(config.serving.rollout, config.rollout.engine, policy)
 
 
 def check_port(control: ControlConfig) -> None:
@@ -73,13 +75,20 @@ def check_sampling(config: RunConfig) -> None:
 
 
 def check_serving(serving: ServingConfig) -> None:
-    """The lent device must exist, the serving model must fit its engine, and the traffic its context."""
-    missing = set(serving.device_cpus) - os.sched_getaffinity(0)
-    if missing:
+    """The lent device must exist and leave a core, the serving model must fit its engine, and the traffic its context."""
+    ours = os.sched_getaffinity(0)
+    if ours <= set(serving.device_cpus) and is_cpu_build():
+        raise EnvironmentFault(
+            "no core is left beside the lent device",
+            got=f"serving.device_cpus = {serving.device_cpus} of {sorted(ours)}",
+            expected="at least one other core",
+            remedy="lend fewer cores, or leave out the section [serving]",
+        )
+    if set(serving.device_cpus) - ours:
         raise EnvironmentFault(
             "the lent device does not exist",
             got=f"serving.device_cpus = {serving.device_cpus}",
-            expected=f"among {sorted(os.sched_getaffinity(0))}",
+            expected=f"among {sorted(ours)}",
         )
     if serving.traffic.trace is not None and not serving.traffic.trace.is_file():
         raise ConfigError("the traffic's trace is missing", got=serving.traffic.trace)
@@ -93,6 +102,17 @@ def check_serving(serving: ServingConfig) -> None:
             "the traffic does not fit",
             got=f"{longest} tokens",
             expected=f"at most serving.engine.max_model_len = {serving.engine.max_model_len}",
+        )
+
+
+def check_lent_engine(lent: EngineConfig, dedicated: EngineConfig, policy: dict[str, int]) -> None:
+    """The opportunistic engine must take whatever turn a dedicated one takes."""
+    check_engine(lent, policy, "serving.rollout")
+    if lent.max_model_len < dedicated.max_model_len:
+        raise ConfigError(
+            "the opportunistic engine has a shorter context than the dedicated one",
+            got=f"serving.rollout.max_model_len = {lent.max_model_len}",
+            expected=f"at least rollout.engine.max_model_len = {dedicated.max_model_len}",
         )
 
 
@@ -177,10 +197,17 @@ def parameter_count(model_dir: Path) -> int:
     """Elements of all tensors, read from the headers of the safetensors files (8 bytes of length, then JSON)."""
     total = 0
     for file in sorted(model_dir.glob("*.safetensors")):
+        total += sum(math.prod(entry["shape"]) for name, entry in _safetensors_header(file).items() if name != "__metadata__")
+    return total
+
+
+def _safetensors_header(file: Path) -> dict[str, Any]:
+    try:
         with file.open("rb") as f:
             (size,) = struct.unpack("<Q", f.read(8))
             if size > MAX_SAFETENSORS_HEADER_BYTES:
                 raise ConfigError(f"{file} is not a safetensors file", got=f"a header of {size} bytes")
-            header = json.loads(f.read(size))
-        total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-    return total
+            header: dict[str, Any] = json.loads(f.read(size))
+    except (struct.error, ValueError) as error:
+        raise ConfigError(f"{file} is not a safetensors file", got=repr(error)) from error
+    return header

