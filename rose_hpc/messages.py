@@ -297,11 +297,18 @@ def _joined(arrays: list[NDArray[Any]], dtype: str) -> bytes:
     return np.concatenate(arrays).astype(dtype).tobytes() if arrays else b""
 
 
+def _array(content: bytes, dtype: str) -> NDArray[Any]:
+    item_bytes = np.dtype(dtype).itemsize
+    if len(content) % item_bytes:
+        raise ControlError("training rows are cut short", got=f"{len(content)} bytes", expected=f"a multiple of {item_bytes}")
+    return np.frombuffer(content, dtype)
+
+
 def unpack_rows(packed: PackedRows) -> list[Row]:
-    """Bytes to rows. Raises ControlError when the lengths do not add up."""
-    lengths = np.frombuffer(packed.lengths, "<i4")
-    arrays = [np.frombuffer(b, d) for b, d in ((packed.token_ids, "<i4"), (packed.loss_mask, "u1"), (packed.rollout_logprobs, "<f4"))]
-    advantages = np.frombuffer(packed.advantages, "<f4")
+    """Bytes to rows. Raises ControlError when the lengths do not add up, or cut an item."""
+    lengths = _array(packed.lengths, "<i4")
+    arrays = [_array(b, d) for b, d in ((packed.token_ids, "<i4"), (packed.loss_mask, "u1"), (packed.rollout_logprobs, "<f4"))]
+    advantages = _array(packed.advantages, "<f4")
     sizes = [len(a) for a in arrays]
     if (lengths < 0).any() or any(s != lengths.sum() for s in sizes) or len(advantages) != len(lengths):
         raise ControlError(

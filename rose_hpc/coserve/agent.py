@@ -10,7 +10,7 @@
 Invariants
 - However it ends, no process of an engine outlives it: each engine has a process group of its own, gets SIGTERM, then the group
   SIGKILL; after SIGKILL of the agent itself the kernel ends the engine (lifeline.py).
-- It gives everything back when the controller falls silent for the lease.
+- It gives everything back when the controller falls silent for the lease, whose length is at most the operator's lease_ttl_s.
 
 It does not restart an engine that died: the controller learns of it by this process's end.
 """
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -27,10 +28,10 @@ from aiohttp import web
 
 from rose_hpc.control import ADDRESS_FILE, TOKEN_FILE, read_address, read_token
 from rose_hpc.coserve.device import Device
-from rose_hpc.coserve.lease import Lease
+from rose_hpc.coserve.lease import Lease, granted_s
 from rose_hpc.coserve.processes import EngineProcess
 from rose_hpc.coserve.specs import AgentSpec, EngineOffer, EngineSpec
-from rose_hpc.errors import ControlError
+from rose_hpc.errors import ControlError, RunFailed
 from rose_hpc.http_api import (
     CONTENT_TYPE,
     Refused,
@@ -43,7 +44,7 @@ from rose_hpc.http_api import (
     serving,
     tcp_site,
 )
-from rose_hpc.messages import TOKEN_HEADER, AgentStatus, AgentUp, EngineHealth, ExecutorInfo, LeaseRenewal, encode
+from rose_hpc.messages import TOKEN_HEADER, AgentStatus, AgentUp, DeviceSample, EngineHealth, ExecutorInfo, LeaseRenewal, encode
 
 LEASE_EXPIRED_EXIT = 3
 RETRY_S = 0.2
@@ -51,10 +52,16 @@ VERBS = "generate|abort|pause|resume|update"
 
 
 class Agent:
-    """One run of the agent; `run` is called once."""
+    """One run of the agent; `run` is called once. engine: makes the process of one engine from its spec, its log and the token."""
 
-    def __init__(self, spec: AgentSpec, folder: Path, device: Device | None = None) -> None:
-        self._spec, self._token, self._device = spec, read_token(spec.control_dir), device
+    def __init__(
+        self,
+        spec: AgentSpec,
+        folder: Path,
+        device: Device | None = None,
+        engine: Callable[[EngineSpec, Path, str], EngineProcess] = EngineProcess,
+    ) -> None:
+        self._spec, self._token, self._device, self._engine_process = spec, read_token(spec.control_dir), device, engine
         self._engines = {offer.executor_id: self._engine(offer, folder) for offer in spec.engines}
         self._lease = Lease(spec.lease_ttl_s)
         self._stop_requested = asyncio.Event()
@@ -63,7 +70,7 @@ class Agent:
     def _engine(self, offer: EngineOffer, folder: Path) -> EngineProcess:
         name = offer.executor_id
         spec = EngineSpec(**offer.model_dump(), socket=folder / f"{name}.sock", token_file=(self._spec.control_dir / TOKEN_FILE).absolute())
-        return EngineProcess(spec, self._spec.logs_dir / f"engine-{name}.log", self._token)
+        return self._engine_process(spec, self._spec.logs_dir / f"engine-{name}.log", self._token)
 
     async def run(self, stop: asyncio.Event) -> int:
         """The exit status. Raises RoseError when an engine does not come up or ends, or the controller cannot be reached."""
@@ -109,13 +116,21 @@ class Agent:
     # ── towards the controller ──
 
     async def _register(self) -> None:
-        """Tell the controller. Raises ControlError when it refuses, or is not there within the deadline."""
-        deadline_s = self._spec.start_deadline_s
+        """Tell the controller. Raises ControlError when it refuses, or is not there within the deadline; RunFailed: engine silent."""
+        body, deadline_s = encode(await self._up_or_failed()), self._spec.start_deadline_s
         try:
             async with asyncio.timeout(deadline_s), aiohttp.ClientSession(headers=self._headers) as session:
-                await self._post_until_taken(session, encode(await self._up()))
+                await self._post_until_taken(session, body)
         except TimeoutError as error:
             raise ControlError(f"agent {self._spec.agent_id}: no controller", expected=f"an answer within {deadline_s:g} s") from error
+
+    async def _up_or_failed(self) -> AgentUp:
+        try:
+            return await self._up()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise RunFailed(
+                f"agent {self._spec.agent_id}: an engine that was healthy does not answer", got=repr(error), remedy="see the engines' logs"
+            ) from error
 
     async def _post_until_taken(self, session: aiohttp.ClientSession, body: bytes) -> None:
         while True:
@@ -171,12 +186,16 @@ class Agent:
             raise Refused(502, "an engine does not answer", got=error) from error
 
     async def _answer_lease(self, request: web.Request) -> web.Response:
-        ttl_s = (await received(request, LeaseRenewal)).ttl_s
-        if not ttl_s > 0:
-            raise Refused(400, "lease cannot be renewed", got=f"{ttl_s} s", expected="more than 0 s")
-        self._lease.renew(ttl_s)
-        samples = [self._device.sample()] if self._device is not None else []
-        return reply(AgentStatus(samples, [name for name, engine in self._engines.items() if engine.is_running]))
+        self._lease.renew(granted_s((await received(request, LeaseRenewal)).ttl_s, self._spec.lease_ttl_s))
+        return reply(AgentStatus(self._samples(), [name for name, engine in self._engines.items() if engine.is_running]))
+
+    def _samples(self) -> list[DeviceSample]:
+        """None where the device cannot be measured now: the renewal counts all the same, so it must not look refused."""
+        try:
+            return [self._device.sample()] if self._device is not None else []
+        except Exception as error:
+            say(f"the device's use cannot be measured: {error!r}")
+            return []
 
     async def _answer_stop(self, request: web.Request) -> web.Response:
         self._stop_requested.set()

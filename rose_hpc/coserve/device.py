@@ -76,6 +76,7 @@ class Device:
         self._serving: list[int] = []
         self._rollout: list[int] = []
         self._mark = _Mark(time.monotonic(), 0.0, 0.0, 0.0)
+        self._complained = False
 
     def serving_up(self, engine_pid: int) -> None:
         """The serving engine answers: bind its workers to the device."""
@@ -91,24 +92,36 @@ class Device:
         self._rollout = [engine_pid]
 
     def rollout_up(self, engine_pid: int) -> None:
-        """The rollout engine answers: its workers stay confined, its API process need not."""
+        """The rollout engine answers: its workers stay confined, its API process need not. Where it has to stay, it answers late."""
         self._rollout = workers_of(engine_pid)
         self._quota.confine([], self._rollout)
-        self._quota.release([engine_pid])
+        self._release([engine_pid])
         self._bind(self._rollout, [engine_pid])
         self.restart_sampling()
 
     def give_back(self) -> None:
         """Lift the idle class from the rollout engine, which is about to end. Where that is not permitted, it ends more slowly."""
-        try:
-            self._quota.release([pid for pid in self._rollout if psutil.pid_exists(pid)])
-        except EnvironmentFault as fault:
-            log.warning("the rollout engine stays in the idle class while it ends: %s", fault)
+        self._release([pid for pid in self._rollout if psutil.pid_exists(pid)])
         self._rollout = []
 
     def close(self) -> None:
-        """Undo what was set up."""
-        self._quota.close()
+        """Undo what was set up, as far as it is permitted."""
+        try:
+            self._quota.close()
+        except EnvironmentFault as fault:
+            self._complain(fault)
+
+    def _release(self, pids: list[int]) -> None:
+        """Out of the idle class, where that is permitted: an ordinary user may put threads into SCHED_IDLE, but not take them out."""
+        try:
+            self._quota.release(pids)
+        except EnvironmentFault as fault:
+            self._complain(fault)
+
+    def _complain(self, fault: EnvironmentFault) -> None:
+        if not self._complained:
+            log.warning("the rollout engine stays in the idle class: its health answers may be late, and it ends more slowly: %s", fault)
+        self._complained = True
 
     def _bind(self, to_device: list[int], off_device: list[int]) -> None:
         if self._cpus:

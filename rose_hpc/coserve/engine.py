@@ -45,9 +45,13 @@ def engine_environment(spec: EngineSpec, inherited: Mapping[str, str], cpu: bool
         "TMPDIR": str(spec.socket.parent),
         "VLLM_RPC_BASE_PATH": str(spec.socket.parent),
     }
-    if plugins := inherited.get("VLLM_PLUGINS"):  # a list of what may load, ours left out
-        wanted["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*plugins.split(","), PLUGIN_NAME]))
-    return wanted | (cpu_environment(spec.engine.tensor_parallel, inherited) if cpu else {})
+    return wanted | plugin_environment(inherited) | (cpu_environment(spec.engine.tensor_parallel, inherited) if cpu else {})
+
+
+def plugin_environment(inherited: Mapping[str, str]) -> dict[str, str]:
+    """VLLM_PLUGINS is the user's list of what may load; without ours no child of an engine would end with it."""
+    plugins = inherited.get("VLLM_PLUGINS")
+    return {"VLLM_PLUGINS": ",".join(dict.fromkeys([*plugins.split(","), PLUGIN_NAME]))} if plugins else {}
 
 
 def cpu_environment(tensor_parallel: int, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -1,14 +1,18 @@
 """The gate: before each step of the rollout engine, run or hold, from the serving engine's board.
 
-    no board, or no record yet ───────────────────────────────▶ run     (no serving engine has come up; looked for again)
+    no record, and never one before ──────────────────────────▶ run     (no serving engine has come up; looked for again)
+    no record, where one has been ────────────────────────────▶ hold    (somebody took the board away: not known to be idle)
     idle ─────────────────────────────────────────────────────▶ run
     busy, record older than stale_s, writer lives ────────────▶ hold    (stuck in a long step, or stopped: its users wait)
     busy, record older than stale_s, writer is gone ──────────▶ run     (nothing left to protect; a new file is looked for)
     busy, and the predicted step fits into the slack ─────────▶ run
     busy otherwise ───────────────────────────────────────────▶ hold    (asleep on the board's FIFO, at most hold_cap_s at a time)
 
-A step's time is predicted by the exponentially weighted mean of its kind: with prompt tokens, or only decoding. A kind never
-run is taken to cost nothing: once in an engine's life such a step runs on any positive slack.
+A step's time is predicted by its kind (step_estimate.py): with prompt tokens, or only decoding. A kind never run is taken to cost
+nothing: once in an engine's life such a step runs on any positive slack. While there is slack, and the prediction alone holds a
+kind of step, the prediction shrinks, until the step is tried again.
+
+Where serving is known to be there, the first row must not decide: the lender starts no rollout engine before it has read the board.
 
 It decides and waits; it knows nothing of vLLM (rollout_plugin.py) and never writes to the board.
 """
@@ -26,10 +30,10 @@ from typing import Any
 from rose_hpc.coserve.board import BoardReader, BoardReading
 from rose_hpc.coserve.slack import Budgets, may_run, slack_s
 from rose_hpc.coserve.slots import SlotReader, SlotWriter
+from rose_hpc.coserve.step_estimate import StepEstimate
 from rose_hpc.errors import ConfigError
 
 LOOK_AGAIN_S = 0.5  # between two looks for a board that is not there
-STEP_WEIGHT = 0.2  # of the newest step in the mean of its kind
 COUNTERS = struct.Struct("<QQddQdd")
 
 
@@ -101,7 +105,8 @@ class Gate:
         self._file = SlotWriter(stats_path(settings.board), COUNTERS.size)  # first: it refuses a second gate on the board
         self._board = BoardReader(settings.board)
         self._next_look_s = clock() + LOOK_AGAIN_S
-        self._kind_s: dict[bool, float] = {}
+        self._board_seen = self._board.read() is not None
+        self._estimates = {prefill: StepEstimate() for prefill in (True, False)}
         self._newest: tuple[float, float] | None = None  # begin and end of the last step, until a closed gate has looked at it
         self._count = GateStats()
         self._store()
@@ -113,10 +118,13 @@ class Gate:
 
     def step_s(self, prefill: bool) -> float:
         """Predicted seconds of a step with prompt tokens, or of one that only decodes."""
-        return self._kind_s.get(prefill, 0.0)
+        return self._estimates[prefill].step_s
 
-    def admit(self, step_s: float, may_wait: bool = True) -> bool:
-        """Whether a step of step_s may run now; sleeps up to hold_cap_s for it, woken by the board."""
+    def admit(self, step_s: float, may_wait: bool = True, prefill: bool | None = None) -> bool:
+        """Whether a step of step_s may run now; sleeps up to hold_cap_s for it, woken by the board.
+
+        prefill: the kind whose prediction step_s rests on; None: on none.
+        """
         begin_s = now_s = self._clock()
         admitted, reading = self._look(step_s, now_s)
         if admitted:
@@ -126,7 +134,9 @@ class Gate:
         while not admitted and now_s < end_s:
             self._board.wait(end_s - now_s)
             now_s = self._clock()
-            admitted, _ = self._look(step_s, now_s)
+            admitted, reading = self._look(step_s, now_s)
+        if prefill is not None and not admitted and self._slack_s(reading, now_s) > 0:
+            self._estimates[prefill].held(now_s - begin_s)
         self._add(held_steps=0 if admitted else 1, held_s=now_s - begin_s)
         self._store()
         return admitted
@@ -135,8 +145,7 @@ class Gate:
         """The step that began at begin_s is over."""
         now_s = self._clock()
         self._newest = (begin_s, now_s)
-        seen = self._kind_s.get(prefill)
-        self._kind_s[prefill] = now_s - begin_s if seen is None else seen + STEP_WEIGHT * (now_s - begin_s - seen)
+        self._estimates[prefill].ran(now_s - begin_s)
         self._add(steps=1, step_s=now_s - begin_s)
         self._store()
 
@@ -152,16 +161,16 @@ class Gate:
             self._next_look_s = now_s + LOOK_AGAIN_S
             self._board.reopen()
             reading = self._board.read()
-        return self._open(reading, step_s, now_s), reading
+        self._board_seen = self._board_seen or reading is not None
+        return may_run(self._slack_s(reading, now_s), step_s, self._settings.headroom_frac), reading
 
-    def _open(self, reading: BoardReading | None, step_s: float, now_s: float) -> bool:
-        """The table in the module's docstring."""
-        if reading is None or not reading.state.busy:
-            return True
+    def _slack_s(self, reading: BoardReading | None, now_s: float) -> float:
+        """The table in the module's docstring: infinite where any step may run, −infinite where none may."""
+        if reading is None:
+            return -math.inf if self._board_seen else math.inf
         if self._stale(reading, now_s):
-            return not reading.writer.alive()
-        slack = slack_s(reading.state, self._settings.budgets, reading.times, now_s)
-        return may_run(slack, step_s, self._settings.headroom_frac)
+            return -math.inf if reading.writer.alive() else math.inf
+        return slack_s(reading.state, self._settings.budgets, reading.times, now_s)
 
     def _stale(self, reading: BoardReading, now_s: float) -> bool:
         return reading.state.busy and now_s - reading.stamp_s > self._settings.stale_s

@@ -2,7 +2,8 @@
 
     absent ──enter──▶ starting ──answers /health──▶ healthy ──exit──▶ absent        (ended by itself: RunFailed with its log's tail)
 
-The engine's socket lies in the agent's private folder; its output goes to a log file.
+A child is started through lifeline.py, so that it dies with its owner from its first moment on, not only once it has imported what it
+needs for that. Its socket and scratch files lie in a private folder; its output goes to a log file, appended per start.
 """
 
 from __future__ import annotations
@@ -33,17 +34,32 @@ TAIL_LINES = 20
 
 
 class OwnedProcess:
-    """A child that leads a process group of its own and writes to a log; its owner ends it, group and all."""
+    """A child that leads a process group of its own and writes to a log; its owner ends it, group, shared memory and all.
 
-    def __init__(self, name: str, log_path: Path) -> None:
-        self.name, self._log_path = name, log_path
+    scratch: the child's TMPDIR.
+    """
+
+    def __init__(self, name: str, log_path: Path, scratch: Path) -> None:
+        self.name, self._log_path, self._scratch = name, log_path, scratch
+        self._log_start = 0
         self._process: asyncio.subprocess.Process
+        self._others: set[str] = set()  # worker groups that were there before us
+        self._groups: set[str] = set()
 
     async def start(self, argv: list[str], env: dict[str, str] | None = None) -> None:
         """From the main thread (lifeline.py). env: in addition to our own."""
+        self._others = worker_groups(self._scratch)
+        command = [sys.executable, "-m", "rose_hpc.lifeline", *argv]
         with self._log_path.open("ab") as log:
-            streams = {"stdin": asyncio.subprocess.DEVNULL, "stdout": log, "stderr": log}
-            self._process = await asyncio.create_subprocess_exec(*argv, **streams, process_group=0, env={**os.environ, **(env or {})})
+            self._log_start = log.tell()
+            self._process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                process_group=0,
+                env={**os.environ, **(env or {})},
+            )
 
     @property
     def pid(self) -> int:
@@ -54,7 +70,8 @@ class OwnedProcess:
         return self._process.returncode is None
 
     async def stop(self) -> None:
-        """SIGTERM, then SIGKILL of whatever is left of its group."""
+        """SIGTERM, then SIGKILL of whatever is left of its group; nothing of it stays in shared memory."""
+        self._note_groups()
         if self.is_running:
             self._process.terminate()
             with suppress(TimeoutError):
@@ -63,6 +80,12 @@ class OwnedProcess:
             await self._let_group_end()
             os.killpg(self._process.pid, signal.SIGKILL)
         await self._process.wait()
+        self._note_groups()
+        remove_shared_memory(self._groups)
+
+    def _note_groups(self) -> None:
+        """Rendezvous files may go before the shared memory that they name does."""
+        self._groups |= worker_groups(self._scratch) - self._others
 
     async def _let_group_end(self) -> None:
         """A moment for multiprocessing's resource tracker, which unlinks semaphores. Raises ProcessLookupError when all are gone."""
@@ -80,30 +103,38 @@ class OwnedProcess:
     async def until(self, ready: Callable[[], Awaitable[bool]], deadline_s: float) -> None:
         """Returns when `ready` says so. Raises RunFailed when the process ends before, or the deadline passes."""
         try:
-            async with asyncio.timeout(deadline_s):
+            async with asyncio.timeout(deadline_s) as deadline:
                 while not await ready():
                     if not self.is_running:
                         await self.ended()
                     await asyncio.sleep(HEALTH_POLL_S)
+            self._note_groups()
         except TimeoutError as error:
+            if not deadline.expired():  # a shorter one, inside of `ready`
+                raise
             raise self.failure(f"did not start within {deadline_s:g} s") from error
 
     def failure(self, what: str) -> RunFailed:
         """What happened, with its last words or the end of its log."""
-        text = self._log_path.read_text(errors="replace")
+        return RunFailed(f"{self.name} {what}; its log {self._log_path} ends:\n    {self._tail()}")
+
+    def _tail(self) -> str:
+        """Of what was logged since the start. A log that cannot be read must not hide what happened."""
+        try:
+            text = self._log_path.read_bytes()[self._log_start :].decode(errors="replace")
+        except OSError as error:
+            return f"(it cannot be read: {error})"
         said = last_words(text)
-        tail = said if said is not None else "\n    ".join(text.splitlines()[-TAIL_LINES:])
-        return RunFailed(f"{self.name} {what}; its log {self._log_path} ends:\n    {tail}")
+        return said if said is not None else "\n    ".join(text.splitlines()[-TAIL_LINES:])
 
 
 class EngineProcess(OwnedProcess):
     """Async context manager: the engine lives inside of it."""
 
     def __init__(self, spec: EngineSpec, log_path: Path, token: str) -> None:
-        super().__init__(f"engine {spec.executor_id}", log_path)
+        super().__init__(f"engine {spec.executor_id}", log_path, spec.socket.parent)
         self.spec, self._token = spec, token
         self._session: aiohttp.ClientSession
-        self._groups: set[str] = set()
 
     async def __aenter__(self) -> EngineProcess:
         """Start it; `healthy` tells when it is up."""
@@ -118,27 +149,24 @@ class EngineProcess(OwnedProcess):
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """End it; nothing of it stays in shared memory."""
         await self._session.close()
         await self.stop()
-        remove_shared_memory(self._groups | worker_groups(self.spec.socket.parent))
 
     async def healthy(self) -> None:
         """Returns when it answers. Raises RunFailed when it ends before, or the start deadline passes."""
         await self.until(self._answers, self.spec.engine.start_deadline_s)
-        self._groups = worker_groups(self.spec.socket.parent)
 
     async def _answers(self) -> bool:
         if not self.spec.socket.exists():
             return False
         try:
             await self.health()
-        except aiohttp.ClientConnectionError:
+        except (aiohttp.ClientConnectionError, TimeoutError):
             return False
         return True
 
     async def health(self) -> EngineHealth:
-        """The engine's own word. Raises aiohttp.ClientError when it does not answer."""
+        """The engine's own word. Raises aiohttp.ClientError when it does not answer, TimeoutError when not within HEALTH_DEADLINE_S."""
         deadline = aiohttp.ClientTimeout(total=HEALTH_DEADLINE_S)
         async with self._session.get("http://engine/health", timeout=deadline, raise_for_status=True) as response:
             return decode(await response.read(), EngineHealth)

@@ -55,7 +55,8 @@ class GatedScheduler(Scheduler):
 
     def _admitted(self, gate: Gate) -> bool:
         ahead_s = sum(gate.step_s(prefill) for prefill, _ in self._flying)
-        return gate.admit(ahead_s + gate.step_s(self._next_prefills()), may_wait=not self._flying)
+        prefill = self._next_prefills()
+        return gate.admit(ahead_s + gate.step_s(prefill), may_wait=not self._flying, prefill=prefill)
 
     def _next_prefills(self) -> bool:
         """Whether the next step is likely to have prompt tokens: somebody waits for a place that there is, or has more prompt to go."""

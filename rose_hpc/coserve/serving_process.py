@@ -6,13 +6,15 @@ Its traffic never passes through us. Its life does not depend on any lease: it e
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
 import aiohttp
 
-from rose_hpc.coserve.engine import cpu_environment, is_cpu_build
+from rose_hpc.coserve.engine import cpu_environment, is_cpu_build, plugin_environment
 from rose_hpc.coserve.processes import HEALTH_DEADLINE_S, OwnedProcess
 from rose_hpc.coserve.specs import ServingSpec
 from rose_hpc.weights.vllm_plugin import ENGINE_PID_VARIABLE
@@ -41,8 +43,8 @@ def serving_command(spec: ServingSpec) -> list[str]:
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, *switches]
 
 
-def serving_environment(spec: ServingSpec) -> dict[str, str]:
-    """What the server's processes read in addition to our own environment; scratch files go into the private folder."""
+def serving_environment(spec: ServingSpec, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What the server's processes read in addition to the inherited environment; scratch files go into the private folder."""
     wanted = {
         ENGINE_PID_VARIABLE: NOT_AN_ENGINE_OF_OURS,
         "HF_HUB_OFFLINE": "1",
@@ -52,14 +54,14 @@ def serving_environment(spec: ServingSpec) -> dict[str, str]:
         "TMPDIR": str(spec.socket.parent),
         "VLLM_RPC_BASE_PATH": str(spec.socket.parent),
     }
-    return wanted | (cpu_environment(spec.engine.tensor_parallel) if is_cpu_build() else {})
+    return wanted | plugin_environment(inherited) | (cpu_environment(spec.engine.tensor_parallel, inherited) if is_cpu_build() else {})
 
 
 class ServingProcess(OwnedProcess):
     """Async context manager: the server lives inside of it."""
 
     def __init__(self, spec: ServingSpec, log_path: Path) -> None:
-        super().__init__("serving engine", log_path)
+        super().__init__("serving engine", log_path, spec.socket.parent)
         self.spec = spec
 
     async def __aenter__(self) -> ServingProcess:

@@ -53,13 +53,15 @@ class AgentSpec(Section):
     logs_dir: Path = Field(..., description="gets engine-ID.log per engine")
     host: str = Field("127.0.0.1", description="address to listen on; the port is chosen freely")
     engines: list[EngineOffer] = Field(..., min_length=1)
-    lease_ttl_s: float = Field(10, gt=0, description="from registration to the first renewal")
+    lease_ttl_s: float = Field(10, gt=0, description="from registration to the first renewal, and the most that a renewal grants")
     start_deadline_s: float = Field(300, gt=0, description="longest wait for the controller; engines have their own")
 
     @model_validator(mode="after")
     def _lent_or_not(self) -> AgentSpec:
         if (self.kind == "opportunistic") != (self.serving is not None):
             raise ValueError("an opportunistic agent, and only such a one, has a serving engine")
+        if self.serving is not None and len(self.engines) > 1:
+            raise ValueError(f"a lent device has one rollout engine, as its board has one gate (got {len(self.engines)})")
         return self
 
     @field_validator("engines")

@@ -233,14 +233,24 @@ def _sampling(request: GenerateRequest) -> SamplingParams:
 
 
 def _result(request_id: str, output: RequestOutput) -> GenerateResult:
+    """Raises Refused 500: vLLM ended the request for a reason of its own, or not every token has its logprob and version."""
     completion = output.outputs[0]
     if completion.finish_reason not in FINISH_REASONS:
         raise Refused(500, "vLLM ended the request", got=completion.finish_reason, expected=" or ".join(FINISH_REASONS))
+    token_ids, logprobs, versions = list(completion.token_ids), _logprobs(completion), _versions(completion)
+    if not len(token_ids) == len(logprobs) == len(versions):
+        raise Refused(
+            500,
+            "vLLM's answer has gaps",
+            got=f"{len(token_ids)} tokens, {len(logprobs)} logprobs, {len(versions)} policy versions",
+            expected="one of each per token",
+            remedy="run the vLLM release that the requirements name",
+        )
     return GenerateResult(
         request_id=request_id,
-        token_ids=list(completion.token_ids),
-        logprobs=_logprobs(completion),
-        policy_versions=_versions(completion),
+        token_ids=token_ids,
+        logprobs=logprobs,
+        policy_versions=versions,
         finish_reason=completion.finish_reason,
         cached_tokens=output.num_cached_tokens if output.num_cached_tokens is not None else 0,
     )

@@ -177,13 +177,13 @@ SYNCS = Table(
     (
         _count("version", "policy version"),
         _instant("time_s", "the receiver serves the version, or has refused it"),
-        _name("receiver", 64, "executor"),
+        _name("receiver", 64, "sink relay (arrived in its arena) or executor (loaded)"),
         _count("wire_bytes", "bytes that crossed the network to this receiver", "bytes"),
         _count("image_bytes", "bytes of the weights that the receiver holds", "bytes"),
         _seconds("transfer_s", "from the trainer's arena to the receiver's"),
         _seconds("apply_s", "from the receiver's arena into the engine"),
         _seconds("pause_s", "generation stood still"),
-        Column("digest", "u8", "1", "order-independent digest of the bits that the receiver loaded, mod 2^64"),
+        Column("digest", "u8", "1", "order-independent digest of the bits that arrived or were loaded, mod 2^64"),
         _flag("verified", "the digest is the trainer's"),
     ),
 )

@@ -10,18 +10,22 @@ GET  /v1/status                        JSON: phase, step, …
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from rose_hpc.http_api import Refused, authenticated_app, done, received, reply
-from rose_hpc.messages import MAX_BODY_BYTES, AgentUp, Reply, WorkerUp
+from rose_hpc.messages import MAX_BODY_BYTES, AgentUp, ExecutorInfo, Reply, WorkerUp
+from rose_hpc.rollout.scheduler import KINDS
 from rose_hpc.rollout.workers import WorkerPool
 
 LONGEST_POLL_S = 30.0
 _WORKER_ID = re.compile(r"[a-z]+-\d{1,9}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # of agents and executors: it goes into URLs and 64-byte columns
 
 
 def control_app(token: str, workers: WorkerPool, agents: asyncio.Queue[AgentUp], status: Callable[[], dict[str, Any]]) -> web.Application:
@@ -46,7 +50,7 @@ def control_app(token: str, workers: WorkerPool, agents: asyncio.Queue[AgentUp],
         return done()
 
     async def register(request: web.Request) -> web.Response:
-        agents.put_nowait(await received(request, AgentUp))
+        agents.put_nowait(_checked(await received(request, AgentUp)))
         return done()
 
     async def show(request: web.Request) -> web.Response:
@@ -74,6 +78,42 @@ def _worker_id(request: web.Request) -> str:
 
 def _wait_s(request: web.Request) -> float:
     try:
-        return min(max(float(request.query.get("wait_s", "0")), 0.0), LONGEST_POLL_S)
+        wait_s = float(request.query.get("wait_s", "0"))
     except ValueError:
-        raise Refused(400, "wait_s is not a number", got=request.query["wait_s"][:40]) from None
+        wait_s = math.nan
+    if math.isnan(wait_s):
+        raise Refused(400, "wait_s is not a number", got=request.query["wait_s"][:40])
+    return min(max(wait_s, 0.0), LONGEST_POLL_S)
+
+
+def _checked(agent: AgentUp) -> AgentUp:
+    """The agent, if it and all that it offers can be used. Raises Refused 400."""
+    if not _NAME.fullmatch(agent.agent_id):
+        raise Refused(400, "not an agent id", got=agent.agent_id[:80], expected="for example agent-0")
+    if not _is_base_url(agent.url):
+        raise Refused(400, f"{agent.agent_id} cannot be reached", got=agent.url[:80], expected="http://HOST:PORT")
+    ids = [e.executor_id for e in agent.executors]
+    if len(set(ids)) != len(ids):
+        raise Refused(400, f"{agent.agent_id} offers an executor twice", got=ids, expected="distinct executor ids")
+    for executor in agent.executors:
+        _check_executor(executor)
+    return agent
+
+
+def _check_executor(executor: ExecutorInfo) -> None:
+    if not _NAME.fullmatch(executor.executor_id):
+        raise Refused(400, "not an executor id", got=executor.executor_id[:80], expected="for example executor-0")
+    if executor.kind not in KINDS:
+        raise Refused(400, f"{executor.executor_id} is of no known kind", got=executor.kind[:40], expected=" or ".join(KINDS))
+    if executor.max_concurrency < 1:
+        raise Refused(400, f"{executor.executor_id} takes no request", got=executor.max_concurrency, expected="max_concurrency >= 1")
+
+
+def _is_base_url(url: str) -> bool:
+    """One that a client can be made for: scheme, host, perhaps a port, and nothing else."""
+    try:
+        parts = urlsplit(url)
+        extras = (parts.username, parts.path.strip("/"), parts.query, parts.fragment)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not any(extras)
+    except ValueError:  # the port is no number
+        return False

@@ -1,7 +1,7 @@
 """The controller's client of one agent: generate, update, renew the lease, stop. Token ids in, token ids out.
 
-One pooled aiohttp session per agent. A refused or failed request raises ExecutorError; what to do about it is decided by
-the caller (collector.py retries turns, versions.py fails the sync).
+One pooled aiohttp session per agent. A refused or failed request, or an answer that is no message, raises ExecutorError;
+what to do about it is decided by the caller (step_run.py retries turns, versions.py fails the sync).
 """
 
 from __future__ import annotations
@@ -29,9 +29,20 @@ from rose_hpc.messages import (
 
 T = TypeVar("T")
 
+REQUEST_FAULTS = frozenset({400, 413})  # statuses that speak against the request: no executor can run it
+
 
 class ExecutorError(RoseError):
-    """An agent or its engine refused, failed or did not answer in time."""
+    """An agent or its engine refused, failed or did not answer in time. status: of its answer; None: there was none."""
+
+    def __init__(self, what: str, *, status: int | None = None, got: object = None, expected: object = None) -> None:
+        super().__init__(what, got=got, expected=expected)
+        self.status = status
+
+    @property
+    def is_request_fault(self) -> bool:
+        """The request cannot be run, here or elsewhere; the executor is not to blame."""
+        return self.status in REQUEST_FAULTS
 
 
 class AgentClient:
@@ -55,9 +66,9 @@ class AgentClient:
         """Have the executor apply a version from its arena. Raises ExecutorError."""
         return await self._post(f"/v1/executors/{executor_id}/update", request, UpdateResult, deadline_s)
 
-    async def renew(self, ttl_s: float) -> AgentStatus:
-        """Keep the lease alive. Raises ExecutorError."""
-        return await self._post("/v1/lease", LeaseRenewal(ttl_s), AgentStatus, ttl_s)
+    async def renew(self, ttl_s: float, deadline_s: float) -> AgentStatus:
+        """Keep the lease alive for ttl_s. Raises ExecutorError."""
+        return await self._post("/v1/lease", LeaseRenewal(ttl_s), AgentStatus, deadline_s)
 
     async def stop(self, deadline_s: float) -> None:
         """Ask the agent to finish. Raises ExecutorError."""
@@ -75,8 +86,16 @@ class AgentClient:
                 f"{self.agent.agent_id}{path}: no answer", got=repr(error), expected=f"an answer within {deadline_s:g} s"
             ) from error
         if response.status >= 400:
-            raise ExecutorError(f"{self.agent.agent_id}{path} refused", got=f"{response.status}: {_reason(body)}")
-        return decode(body, kind) if kind is not None else None  # type: ignore[return-value]
+            raise ExecutorError(f"{self.agent.agent_id}{path} refused", status=response.status, got=f"{response.status}: {_reason(body)}")
+        try:
+            return decode(body, kind) if kind is not None else None  # type: ignore[return-value]
+        except ControlError as error:
+            raise ExecutorError(
+                f"{self.agent.agent_id}{path}: an answer that cannot be read",
+                status=response.status,
+                got=error.got,
+                expected=error.expected,
+            ) from error
 
 
 def _reason(body: bytes) -> str:

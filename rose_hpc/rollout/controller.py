@@ -29,10 +29,11 @@ from rose_hpc.messages import AgentStatus, AgentUp, WorkerUp
 from rose_hpc.metrics.writer import MetricsClient
 from rose_hpc.rollout.agents import AgentPool
 from rose_hpc.rollout.api import control_app
+from rose_hpc.rollout.background import Background, uninterrupted
 from rose_hpc.rollout.collector import Collector, TurnForm
 from rose_hpc.rollout.delivery import Delivery
 from rose_hpc.rollout.fleet import Fleet
-from rose_hpc.rollout.run_loop import LoopParts, Progress, RunLoop
+from rose_hpc.rollout.run_loop import LoopParts, Progress, RunLoop, check_record
 from rose_hpc.rollout.scheduler import RolloutScheduler
 from rose_hpc.rollout.tokenizer import TurnTokenizer
 from rose_hpc.rollout.versions import VersionSync
@@ -70,7 +71,7 @@ class Controller:
 
     def __init__(self, spec: ControllerSpec) -> None:
         self._spec, self._config = spec, spec.config
-        self._workers, self._progress = WorkerPool(), Progress()
+        self._workers, self._progress, self._background = WorkerPool(), Progress(), Background()
         self._fleet = Fleet(RolloutScheduler(), self._event)
         self._arrivals: asyncio.Queue[AgentUp] = asyncio.Queue()
         self._metrics = MetricsClient(spec.run_dir, spec.attempt)
@@ -92,21 +93,29 @@ class Controller:
                 self._event("run_failed", type(error).__name__, str(error))
                 raise
             finally:
-                self._progress.phase = "stopping"
-                self._workers.stop_all()
-                await self._workers.drained(STOP_DEADLINE_S)
-                await asyncio.to_thread(self._metrics.close)
+                await uninterrupted(self._clean_up())
+            check_record(self._metrics)
+
+    async def _clean_up(self) -> None:
+        """Takes STOP_DEADLINE_S and the writer's deadline at most."""
+        self._progress.phase = "stopping"
+        self._workers.stop_all()
+        await self._workers.drained(STOP_DEADLINE_S)
+        await asyncio.to_thread(self._metrics.close)
 
     async def _train(self, token: str) -> None:
-        tokenizer = TurnTokenizer(self._spec.model_dir)
-        delivery = Delivery(self._fleet, self._version_sync())
-        async with AgentPool(self._fleet, self._arrivals, token, self._config.control, delivery.joined, self._note_status) as agents:
-            first_step, version = self._resumed(await self._gather_workers())
-            await self._gather_executors(agents)
+        loop, delivery = self._loop_and_delivery()
+        agents = AgentPool(self._fleet, self._arrivals, token, self._config.control, self._background, delivery.joined, self._note_status)
+        async with agents:
             try:
-                await self._loop(tokenizer, delivery).run(first_step, version)
+                await self._background.beside(self._gather_and_loop(agents, loop))
             finally:
                 await delivery.close()
+
+    async def _gather_and_loop(self, agents: AgentPool, loop: RunLoop) -> None:
+        first_step, version = self._resumed(await self._gather_workers())
+        await self._gather_executors(agents)
+        await loop.run(first_step, version)
 
     async def _gather_workers(self) -> dict[str, WorkerUp]:
         return await self._workers.wait_for([*self._trainers, *self._relays], self._config.control.start_deadline_s)
@@ -134,6 +143,10 @@ class Controller:
         sources = [name for name, relay in self._relays.items() if relay.role == "source"]
         sinks = {name: relay.feeds for name, relay in self._relays.items() if relay.feeds is not None}
         return VersionSync(self._workers, self._trainers, sources, sinks, self._metrics, self._config.weights.deadline_s)
+
+    def _loop_and_delivery(self) -> tuple[RunLoop, Delivery]:
+        delivery = Delivery(self._fleet, self._version_sync(), self._background)
+        return self._loop(TurnTokenizer(self._spec.model_dir), delivery), delivery
 
     def _loop(self, tokenizer: TurnTokenizer, delivery: Delivery) -> RunLoop:
         c, engine = self._config, self._config.rollout.engine

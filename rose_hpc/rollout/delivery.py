@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
+from rose_hpc.rollout.background import Background
 from rose_hpc.rollout.fleet import Executor, Fleet
 from rose_hpc.rollout.versions import Follower, SyncResult, VersionSync
 
@@ -16,8 +17,8 @@ FOLLOWERS = "opportunistic"  # the kind that is not waited for
 class Delivery:
     """One per run. `joined` for every new executor, `deliver` for every version, `close` at the end."""
 
-    def __init__(self, fleet: Fleet, sync: VersionSync) -> None:
-        self._fleet, self._sync = fleet, sync
+    def __init__(self, fleet: Fleet, sync: VersionSync, background: Background) -> None:
+        self._fleet, self._sync, self._background = fleet, sync, background
         self._followers: dict[str, Follower] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -26,7 +27,7 @@ class Delivery:
         if executor.kind != FOLLOWERS:
             return
         self._retire(executor.executor_id)
-        follower = Follower(executor, self._sync, self._fleet.ready, self._fleet.leave)
+        follower = Follower(executor, self._sync, self._background, self._fleet.ready, self._fleet.leave)
         self._followers[executor.executor_id] = follower
         if FOLLOWERS in self._sync.latest:
             follower.deliver(self._sync.latest[FOLLOWERS])

@@ -16,7 +16,7 @@ from typing import Protocol
 from rose_hpc.rollout.client import AgentClient
 from rose_hpc.rollout.scheduler import ExecutorJoined, ExecutorLeft, RolloutScheduler, VersionApplied, VersionRequired
 
-FAILURES_BEFORE_LEAVING = 3  # lost turns in a row after which an executor is taken out
+FAILURES_BEFORE_LEAVING = 3  # trajectories that lost a turn in a row, after which an executor is taken out
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Fleet:
         self.scheduler, self._on_event = scheduler, on_event
         self.listener: FleetListener | None = None
         self._executors: dict[str, Executor] = {}
-        self._lost_in_a_row: dict[str, int] = {}
+        self._failed_for: dict[str, set[str]] = {}  # executor → trajectories that it lost a turn of since its last success
 
     @property
     def executors(self) -> dict[str, Executor]:
@@ -58,7 +58,7 @@ class Fleet:
         self.leave(executor.executor_id, "it was started again")
         self.scheduler.observe(ExecutorJoined(executor.executor_id, executor.kind, max_concurrency), time.monotonic())
         self._executors[executor.executor_id] = executor
-        self._lost_in_a_row[executor.executor_id] = 0
+        self._failed_for[executor.executor_id] = set()
         self._on_event("executor_up", executor.executor_id, executor.kind)
 
     def ready(self, executor_id: str, version: int) -> None:
@@ -83,10 +83,17 @@ class Fleet:
 
     def turn_ended(self, executor_id: str) -> None:
         """A turn came back: the executor works."""
-        self._lost_in_a_row[executor_id] = 0
+        self._failed_for[executor_id] = set()
 
-    def turn_lost(self, executor_id: str, reason: str) -> None:
-        """A turn did not come back; the executor leaves after FAILURES_BEFORE_LEAVING of them in a row."""
-        self._lost_in_a_row[executor_id] = self._lost_in_a_row.get(executor_id, 0) + 1
-        if self._lost_in_a_row[executor_id] >= FAILURES_BEFORE_LEAVING:
-            self.leave(executor_id, reason)
+    def turn_failed(self, executor: Executor, trajectory_id: str, reason: str) -> None:
+        """The executor is to blame for a lost turn; it leaves once FAILURES_BEFORE_LEAVING trajectories in a row say so.
+
+        Different ones: a single turn that breaks executors must not take them out one after the other. What an executor of the
+        same id did before it was started again does not count.
+        """
+        if self._executors.get(executor.executor_id) is not executor:
+            return
+        failed_for = self._failed_for[executor.executor_id]
+        failed_for.add(trajectory_id)
+        if len(failed_for) >= FAILURES_BEFORE_LEAVING:
+            self.leave(executor.executor_id, reason)

@@ -5,12 +5,14 @@
                                         └──▶ skip: no update, no new version, counted
 
 Steps are counted in optimisation opportunities: a skipped step is a step. Versions are counted in updates.
+A step of which every trajectory failed ends the run: it would skip for ever. So does a record with holes: it must not look well.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +20,13 @@ from typing import Any
 import numpy as np
 
 from rose_hpc.config import SamplingConfig, TrainConfig
+from rose_hpc.errors import RunFailed
 from rose_hpc.messages import CheckpointSaved, SaveCheckpoint, StepTrained, TrainStep, pack_rows
 from rose_hpc.metrics.writer import MetricsClient
 from rose_hpc.rollout.collector import Collector
 from rose_hpc.rollout.sampling import dead_groups_frac, group_rewards, is_zero_signal, training_rows
 from rose_hpc.rollout.step_run import RolloutBatch
+from rose_hpc.rollout.trajectories import State
 from rose_hpc.rollout.versions import SyncResult
 from rose_hpc.rollout.workers import WorkerPool
 
@@ -61,11 +65,12 @@ class RunLoop:
         self._success: list[float] = []
 
     async def run(self, first_step: int, version: int) -> None:
-        """Train to the end. Raises RoseError; every completed step is in the metrics by then."""
+        """Train to the end. Raises RoseError; every completed step is recorded by then, unless the writer is what failed."""
         self._p.progress.step, self._p.progress.steps = first_step, self._steps
         await self._sync(version)
         for step in range(first_step, self._steps):
             version = await self._step(step, version)
+            check_record(self._p.metrics)
             if (step + 1) % self._train.checkpoint_every == 0 or step + 1 == self._steps:
                 await self._checkpoint(step + 1, version)
 
@@ -74,6 +79,7 @@ class RunLoop:
         start = time.monotonic()
         self._p.progress.phase = "rollout"
         batch = await self._p.collector.collect(step, self._group_seeds(step))
+        self._note_failures(step, batch)
         rewards = group_rewards(batch.trajectories)
         trained: StepTrained | None = None
         synced: SyncResult | None = None
@@ -82,6 +88,19 @@ class RunLoop:
             synced = await self._sync(version + 1)
         self._record(step, version, batch, dead_groups_frac(rewards), trained, synced, time.monotonic() - start)
         return version if synced is None else synced.version
+
+    def _note_failures(self, step: int, batch: RolloutBatch) -> None:
+        """One event per reason. Raises RunFailed when no trajectory is left."""
+        reasons = failure_counts(batch)
+        for reason, count in reasons.most_common():
+            self._p.metrics.record("events", time_s=time.time(), kind="trajectories_failed", subject=reason, detail=str(count))
+        if batch.trajectories and reasons.total() == len(batch.trajectories):
+            reason, count = reasons.most_common(1)[0]
+            raise RunFailed(
+                f"every trajectory of step {step} failed",
+                got=f"{count} times: {reason}",
+                remedy="see the events, and logs/ in the run folder",
+            )
 
     def _group_seeds(self, step: int) -> list[int]:
         """Environment seeds, one per group: a function of the run's seed and the step, so that a resumed step sees the same prompts."""
@@ -143,6 +162,23 @@ class RunLoop:
                 outcome=t.state.value,
                 end_s=batch.end_s[index],
             )
+
+
+def check_record(metrics: MetricsClient) -> None:
+    """Raises RunFailed when rows are missing from the metrics."""
+    if metrics.failed is not None or metrics.dropped > 0:
+        raise RunFailed(
+            "the metrics writer failed",
+            got=metrics.failed if metrics.failed is not None else f"{metrics.dropped} rows dropped",
+            expected="every row of the run in its metrics file",
+            remedy="see the space on the disk, and logs/ in the run folder; then resume",
+        )
+
+
+def failure_counts(batch: RolloutBatch) -> Counter[str]:
+    """How many trajectories failed, by what went wrong and was got: the first two lines of the reason."""
+    reasons = [t.failure or "" for t in batch.trajectories if t.state is State.FAILED]
+    return Counter(" ".join(" ".join(reason.splitlines()[:2]).split()) for reason in reasons)
 
 
 def success_frac(batch: RolloutBatch) -> float:

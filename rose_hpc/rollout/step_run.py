@@ -1,8 +1,9 @@
 """The turns of one step: drives the trajectories' state machines over real executors until each has ended, exactly once.
 
 Every turn is one task: send, wait, step the environment. When a turn ends, the scheduler plans again. A lost turn (executor
-gone, time-out, abort) goes back to the scheduler under a new request id with all earlier tokens kept; after MAX_TRIES its
-trajectory fails, alone.
+gone, time-out, abort, an answer that cannot be used) goes back to the scheduler under a new request id with all earlier
+tokens kept; after MAX_TRIES its trajectory fails, alone. A turn that the engine says it cannot run fails its trajectory at once.
+An executor is blamed for what it failed to do: not for a request that cannot be run, and not for an abort.
 
 Decides nothing about routing (scheduler.py), about executors (fleet.py) or about what is trained (sampling.py).
 """
@@ -17,6 +18,7 @@ from typing import Protocol
 
 from rose_hpc.errors import RunFailed
 from rose_hpc.messages import GenerateRequest, GenerateResult
+from rose_hpc.rollout.answers import answer_fault
 from rose_hpc.rollout.client import ExecutorError
 from rose_hpc.rollout.envs.base import Env
 from rose_hpc.rollout.fleet import Executor, Fleet
@@ -163,7 +165,9 @@ class StepRun:
         try:
             result = await executor.client.generate(executor.executor_id, request, self._form.deadline_s)
         except ExecutorError as error:
-            self._lost(trajectory, executor, request.request_id, str(error))
+            self._lost(trajectory, request.request_id, str(error), retry=not error.is_request_fault)
+            if not error.is_request_fault:
+                self._fleet.turn_failed(executor, trajectory.trajectory_id, str(error))
         else:
             await self._answered(trajectory, executor, request, result, start_s)
         self._dispatch()
@@ -173,8 +177,12 @@ class StepRun:
     ) -> None:
         if not trajectory.accepts(request.request_id):
             return  # too late: the turn was displaced and is being sampled elsewhere
-        if result.finish_reason == "abort" or not result.token_ids:
-            self._lost(trajectory, executor, request.request_id, f"ended as {result.finish_reason}")
+        if result.finish_reason == "abort":
+            self._lost(trajectory, request.request_id, "ended as abort")
+            return
+        if (fault := answer_fault(request, result)) is not None:
+            self._lost(trajectory, request.request_id, fault)
+            self._fleet.turn_failed(executor, trajectory.trajectory_id, fault)
             return
         trajectory.turn_sampled(result.token_ids, result.logprobs, result.policy_versions)
         self._fleet.scheduler.observe(TurnEnded(trajectory.trajectory_id), time.monotonic())
@@ -204,17 +212,17 @@ class StepRun:
             trajectory.fail("the context is full")
             self._ended(trajectory)
 
-    def _lost(self, trajectory: Trajectory, executor: Executor, request_id: str, reason: str) -> None:
-        """The try of a turn failed. The trajectory may try again; an executor that keeps failing leaves."""
-        if trajectory.accepts(request_id):
-            trajectory.turn_lost(reason)
-            self._fleet.scheduler.observe(TurnEnded(trajectory.trajectory_id, holds_prefix=False), time.monotonic())
-            if trajectory.tries >= MAX_TRIES:
-                trajectory.fail(reason)
-                self._ended(trajectory)
-            else:
-                self._ready(trajectory)
-        self._fleet.turn_lost(executor.executor_id, reason)
+    def _lost(self, trajectory: Trajectory, request_id: str, reason: str, retry: bool = True) -> None:
+        """The try of a turn failed. The trajectory may try again, up to MAX_TRIES, or fails."""
+        if not trajectory.accepts(request_id):
+            return
+        trajectory.turn_lost(reason)
+        self._fleet.scheduler.observe(TurnEnded(trajectory.trajectory_id, holds_prefix=False), time.monotonic())
+        if retry and trajectory.tries < MAX_TRIES:
+            self._ready(trajectory)
+        else:
+            trajectory.fail(reason)
+            self._ended(trajectory)
 
     def _ended(self, trajectory: Trajectory) -> None:
         self._fleet.scheduler.observe(TrajectoryEnded(trajectory.trajectory_id), time.monotonic())

@@ -42,8 +42,11 @@ class WorkerPool:
     # ── called by the API ──
 
     def greet(self, worker_id: str, hello: WorkerUp) -> None:
-        """A worker is up."""
-        self._workers[worker_id] = _Worker(hello)
+        """A worker is up. Greeting again (its first greeting got no answer) takes nothing away: its command is still outstanding."""
+        if worker_id in self._workers:
+            self._workers[worker_id].hello = hello
+        else:
+            self._workers[worker_id] = _Worker(hello)
         self._arrived.set()
 
     async def next_command(self, worker_id: str, wait_s: float) -> Command | None:
@@ -98,8 +101,10 @@ class WorkerPool:
     ) -> dict[str, R]:
         """Give each worker the command and gather the replies.
 
-        command: call id → message. Raises RunFailed: deadline passed, or a worker failed (UsageError where it says so).
+        command: call id → message. Raises RunFailed: deadline passed, or a worker failed, now or since the last call (UsageError
+        where it says so).
         """
+        self._raise_failure()
         futures = {w: self._send(w, command(next(self._ids))) for w in worker_ids}
         done, pending = await asyncio.wait(futures.values(), timeout=deadline_s, return_when=asyncio.FIRST_EXCEPTION)
         for error in [f.exception() for f in done]:

@@ -15,6 +15,7 @@ Invariants
 - A sink commits a version only when the digest over what lies in its arena equals the one in the command.
 - Everything a peer says is checked before it is used: layout, bounds, sizes, generation, version.
 - Every wait has a deadline; a failed transfer leaves the version absent at the sink.
+- A source hears every sink's Pull, then sends one bucket to each in turn: the first bucket comes soon, however many sinks there are.
 
 It does not decide when to transfer (the controller does) and does not touch engines (the agent's updates do).
 """
@@ -25,6 +26,8 @@ import os
 import struct
 import sys
 import time
+from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Literal
 
@@ -120,16 +123,20 @@ class Relay:
         for sink in self._peers["sink"]:
             self._transport.send(sink, offer, self._spec.deadline_s)
         image = arena.map_version(command.version, committed=False)
-        for sink in self._peers["sink"]:
-            for run in self._asked_for(sink, command, owned):
-                header = HEADER.pack(MAGIC, command.generation, command.version, run.offset_bytes, run.nbytes)
-                self._transport.send(sink, header + image[run.offset_bytes : run.end_bytes].tobytes(), self._spec.deadline_s)
+        asked = {sink: self._asked_for(sink, command, owned) for sink in self._peers["sink"]}
+        for sink, run in _interleaved(asked):
+            header = HEADER.pack(MAGIC, command.generation, command.version, run.offset_bytes, run.nbytes)
+            self._transport.send(sink, header + image[run.offset_bytes : run.end_bytes].tobytes(), self._spec.deadline_s)
         return command.digest
 
     def _asked_for(self, sink: int, command: TransferVersion, owned: list[Run]) -> list[Run]:
         pull = decode(bytes(self._transport.receive(sink, MAX_OFFER_BYTES, self._spec.deadline_s)), Pull)
         _same_transfer(pull.generation, pull.version, command)
         runs = [Run(o, n) for o, n in pull.runs]
+        if wrong := [r for r in runs if not 0 < r.nbytes <= self._spec.bucket_bytes]:
+            raise WeightsError(
+                f"{self._node.name}: a peer asks for what is no bucket", got=wrong[0], expected=f"1 to {self._spec.bucket_bytes} bytes"
+            )
         plan_routes({0: owned}, sorted(runs), self._spec.bucket_bytes)  # raises unless every byte asked for is owned
         return runs
 
@@ -177,6 +184,12 @@ class Relay:
                 f"{self._node.name}: a bucket that was not asked for", got=header, expected=f"version {command.version}, {run}"
             )
         arena.write(command.version, run, message[HEADER.size :])
+
+
+def _interleaved(asked: dict[int, list[Run]]) -> Iterator[tuple[int, Run]]:
+    """Round robin over the sinks, each one's runs in order, so that none waits for another's whole transfer."""
+    for turn in zip_longest(*asked.values()):
+        yield from ((sink, run) for sink, run in zip(asked, turn, strict=True) if run is not None)
 
 
 def _same_transfer(generation: int, version: int, command: TransferVersion) -> None:

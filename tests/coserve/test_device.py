@@ -36,6 +36,10 @@ class RecordingQuota(GateOnly):
             raise EnvironmentFault("not permitted")
         self.calls.append(("release", list(rollout_pids)))
 
+    def close(self):
+        if self.refuse:
+            raise EnvironmentFault("not permitted")
+
 
 @pytest.fixture
 def engines():
@@ -100,6 +104,21 @@ def test_an_idle_class_that_cannot_be_lifted_does_not_keep_the_device_from_being
     rollout, _ = engines(IDLE)
     device.rollout_spawned(rollout)
     device.give_back()
+
+
+@needs_two_cores
+def test_an_ordinary_user_who_may_not_lift_the_idle_class_can_lend_all_the_same_and_is_told_once(tmp_path, engines, caplog):
+    core, *others = sorted(os.sched_getaffinity(0))
+    quota = RecordingQuota(refuse=True)
+    device = Device("lent", [core], quota, tmp_path / "board")
+    rollout, worker = engines(IDLE)
+    device.rollout_spawned(rollout)
+    device.rollout_up(rollout)
+    assert os.sched_getaffinity(worker) == {core} and os.sched_getaffinity(rollout) == set(others)
+    assert quota.calls[-1] == ("confine", [], [worker])
+    device.give_back()
+    device.close()
+    assert len(caplog.records) == 1 and "health answers may be late" in caplog.text
 
 
 def test_where_the_device_is_a_gpu_nothing_is_bound_and_cpu_time_is_not_mistaken_for_its_use(tmp_path, engines):

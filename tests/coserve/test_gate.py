@@ -64,6 +64,19 @@ def test_without_a_board_it_runs(gate: Gate) -> None:
     assert gate.admit(step_s=10.0, may_wait=False)
 
 
+def test_a_board_that_was_taken_away_holds_until_there_is_one_again(settings: GateSettings, clock: Clock) -> None:
+    subprocess.run([sys.executable, "-c", DYING, str(settings.board), str(clock())], check=True, timeout=60)
+    gate = Gate(settings, clock)
+    settings.board.unlink()
+    clock.now_s += 2
+    assert not gate.admit(step_s=0.0, may_wait=False)
+    successor = BoardWriter(settings.board, clock())
+    clock.now_s += LOOK_AGAIN_S
+    assert gate.admit(step_s=0.0, may_wait=False)
+    successor.close()
+    gate.close()
+
+
 def test_beside_an_idle_engine_it_runs_however_old_the_board(board: BoardWriter, gate: Gate, clock: Clock) -> None:
     clock.now_s += 3600
     assert gate.admit(step_s=10.0, may_wait=False)
@@ -166,6 +179,46 @@ def test_step_times_are_learnt_by_kind(gate: Gate, clock: Clock) -> None:
         gate.finished(prefill, clock() - took_s)
     assert gate.step_s(True) == pytest.approx(0.5)
     assert gate.step_s(False) == pytest.approx(0.01 + 0.2 * 0.01)
+
+
+class Running(Clock):
+    """A clock that goes on by a tenth of a second whenever it is read: a decision that holds takes as long."""
+
+    def __call__(self) -> float:
+        self.now_s += 0.1
+        return self.now_s
+
+
+def test_one_slow_step_does_not_shut_the_gate_for_good(tmp_path: Path) -> None:
+    clock = Running()
+    settings = GateSettings(tmp_path / "board", ttft_s=0.5, tpot_s=0.3, hold_cap_s=1e-4, stale_s=10.0, headroom_frac=0.3)
+    board, gate = BoardWriter(settings.board, clock()), Gate(settings, clock)
+    gate.finished(False, clock() - 0.9)  # takes 1 s: the kernel gave the core to serving
+    begin_s, held = clock(), []
+    while True:
+        board.publish(decoding(clock()), TIMES, clock.now_s)
+        predicted_s = gate.step_s(False)
+        if gate.admit(predicted_s, prefill=False):
+            break
+        held.append(predicted_s)
+        assert clock.now_s - begin_s < 60, "ten seconds are three half-lives of held time"
+    assert predicted_s * 1.3 < 0.3 - 0.01  # what is predicted now fits
+    assert held[0] == pytest.approx(1.0) and held == sorted(held, reverse=True)
+    gate.close()
+    board.close()
+
+
+@pytest.mark.parametrize("tpot_s", [0.1, 1e-4])
+def test_a_prediction_stands_while_no_step_at_all_would_fit(tmp_path: Path, tpot_s: float) -> None:
+    clock = Running()
+    settings = GateSettings(tmp_path / "board", ttft_s=0.5, tpot_s=tpot_s, hold_cap_s=1e-4, stale_s=10.0, headroom_frac=0.3)
+    board, gate = BoardWriter(settings.board, clock()), Gate(settings, clock)
+    gate.finished(False, clock() - 0.9)
+    board.publish(decoding(clock() - 1), TIMES, clock.now_s)
+    assert not any(gate.admit(gate.step_s(False), prefill=False) for _ in range(20))
+    assert gate.step_s(False) == pytest.approx(1.0)
+    gate.close()
+    board.close()
 
 
 def test_the_counters_can_be_read_by_others(board: BoardWriter, gate: Gate, settings: GateSettings, clock: Clock) -> None:

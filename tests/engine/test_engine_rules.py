@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
@@ -12,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from rose_hpc.config import EngineConfig, read_spec
+from rose_hpc.config import EngineConfig, GateConfig, SloConfig, read_spec
 from rose_hpc.coserve.agent_process import socket_folder
 from rose_hpc.coserve.engine import MAX_SOCKET_PATH_BYTES, check_socket, engine_environment
-from rose_hpc.coserve.lease import Lease
-from rose_hpc.coserve.specs import AgentSpec, EngineSpec
+from rose_hpc.coserve.lease import Lease, granted_s
+from rose_hpc.coserve.serving_process import serving_environment
+from rose_hpc.coserve.specs import AgentSpec, EngineSpec, ServingSpec
 from rose_hpc.errors import ConfigError, EnvironmentFault
-from rose_hpc.http_api import first_of
+from rose_hpc.http_api import Refused, first_of
 from rose_hpc.weights.vllm_plugin import ENGINE_PID_VARIABLE
 
 
@@ -43,6 +45,37 @@ def test_the_users_threads_log_level_and_plugins_are_respected(tmp_path: Path) -
     inherited = {"OMP_NUM_THREADS": "8", "VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_PLUGINS": "theirs"}
     wanted = engine_environment(engine_spec(tmp_path), inherited, cpu=True)
     assert [wanted[name] for name in inherited] == ["8", "DEBUG", "theirs,rose_hpc"]
+
+
+def serving_spec(folder: Path) -> ServingSpec:
+    return ServingSpec(
+        model_dir=folder,
+        socket=folder / "serving.sock",
+        board=folder / "board",
+        engine=EngineConfig(),
+        slo=SloConfig(),
+        gate=GateConfig(),
+        device_cpus=[0],
+    )
+
+
+def test_a_users_list_of_plugins_does_not_keep_ours_from_the_serving_engine(tmp_path: Path) -> None:
+    assert serving_environment(serving_spec(tmp_path), {"VLLM_PLUGINS": "theirs"})["VLLM_PLUGINS"] == "theirs,rose_hpc"
+    assert "VLLM_PLUGINS" not in serving_environment(serving_spec(tmp_path), {})
+
+
+def test_a_lent_device_has_one_rollout_engine(tmp_path: Path) -> None:
+    one = engine_spec(tmp_path).model_dump(exclude={"socket", "token_file"})
+    lent = {
+        "agent_id": "a0",
+        "kind": "opportunistic",
+        "serving": serving_spec(tmp_path),
+        "control_dir": tmp_path,
+        "logs_dir": tmp_path,
+    }
+    AgentSpec(**lent, engines=[one])
+    with pytest.raises(ValueError, match="one rollout engine"):
+        AgentSpec(**lent, engines=[one, one | {"executor_id": "e1"}])
 
 
 def test_a_spec_survives_its_file_and_a_wrong_one_is_refused(tmp_path: Path) -> None:
@@ -133,6 +166,18 @@ def test_a_lease_runs_from_the_last_renewal() -> None:
         return time.monotonic() - begin_s
 
     assert 0.1 < asyncio.run(life()) < 2
+
+
+def test_a_renewal_grants_at_most_what_the_operator_allows() -> None:
+    assert granted_s(3.0, at_most_s=10.0) == 3.0
+    assert granted_s(1e9, at_most_s=10.0) == 10.0
+
+
+@pytest.mark.parametrize("asked_s", [0.0, -1.0, math.nan, math.inf, -math.inf])
+def test_a_renewal_for_no_such_time_is_refused(asked_s: float) -> None:
+    with pytest.raises(Refused) as refused:
+        granted_s(asked_s, at_most_s=10.0)
+    assert refused.value.status == 400
 
 
 def test_the_first_of_several_wins_and_the_others_are_cancelled() -> None:

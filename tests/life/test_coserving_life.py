@@ -38,7 +38,7 @@ def test_both_kinds_of_executor_roll_out_and_serving_is_not_hurt(run_dir, launch
     assert found["serving"]["requests"] > 10 and found["serving"]["failed_requests"] == 0
     assert found["serving"]["busy_frac"] > 0.02
     frames = Run(run_dir)
-    assert set(frames.syncs["receiver"]) == {"executor-0", "lent-0"}
+    assert set(frames.syncs["receiver"]) == {"relay-1", "relay-2", "executor-0", "lent-0"}
     assert (frames.steps["logprob_diff_mean"].dropna() < 1e-4).all()
     assert set(frames.turns["kind"]) == {"dedicated", "opportunistic"}
 

@@ -7,9 +7,11 @@ import pytest
 from aiohttp import web
 
 from rose_hpc.config import ControlConfig
+from rose_hpc.errors import RunFailed
 from rose_hpc.http_api import authenticated_app, base_url, done, reply, serving, tcp_site
 from rose_hpc.messages import AgentStatus, AgentUp, DeviceSample, ExecutorInfo
-from rose_hpc.rollout.agents import AgentPool
+from rose_hpc.rollout.agents import MAX_REJOINS, Absences, AgentPool
+from rose_hpc.rollout.background import Background
 from rose_hpc.rollout.fleet import Fleet
 from rose_hpc.rollout.scheduler import RolloutScheduler
 
@@ -20,11 +22,14 @@ SAMPLE = DeviceSample("gpu", 0.2, 0.7, 0.1, "test")
 
 @asynccontextmanager
 async def agent_process(name="agent-0", kind="opportunistic"):
-    """A real server that answers renewals; `seen` counts them, `offers` can be changed."""
-    seen = {"renewals": 0, "stopped": 0, "offers": ["e0"]}
+    """A real server that answers renewals; `seen` counts them, `offers` and `hangs` (renewals to leave unanswered) can be changed."""
+    seen = {"renewals": 0, "stopped": 0, "offers": ["e0"], "hangs": 0}
 
     async def lease(request: web.Request) -> web.Response:
         seen["renewals"] += 1
+        if seen["hangs"] > 0:
+            seen["hangs"] -= 1
+            await asyncio.sleep(60)
         return reply(AgentStatus([SAMPLE], seen["offers"]))
 
     async def stop(request: web.Request) -> web.Response:
@@ -43,11 +48,12 @@ async def until(condition, deadline_s=5):
             await asyncio.sleep(0.01)
 
 
-def pool():
+def pool(control=CONTROL, on_join=None):
     events, statuses, joined = [], [], []
     fleet = Fleet(RolloutScheduler(), lambda *event: events.append(event))
     arrivals = asyncio.Queue()
-    return fleet, arrivals, AgentPool(fleet, arrivals, TOKEN, CONTROL, joined.append, statuses.append), events, statuses, joined
+    agents = AgentPool(fleet, arrivals, TOKEN, control, Background(), on_join or joined.append, statuses.append, rejoin_s=0.1)
+    return fleet, arrivals, agents, events, statuses, joined
 
 
 def test_an_agent_joins_is_renewed_reports_its_device_and_is_stopped_at_the_end():
@@ -105,5 +111,72 @@ def test_registering_again_replaces_the_earlier_life(count):
             await until(lambda: len(joined) == count)
             assert list(fleet.executors) == ["e0"]
             await until(lambda: seen["renewals"] >= 2)
+
+    asyncio.run(scenario())
+
+
+def test_an_opportunistic_executor_that_was_taken_out_joins_again_after_a_pause_while_its_agent_lists_it():
+    async def scenario():
+        fleet, arrivals, agents, events, _, joined = pool()
+        async with agents, agent_process() as (up, _):
+            arrivals.put_nowait(up)
+            assert await agents.wait_for("opportunistic", 1, 5)
+            fleet.leave("e0", "lost too many turns")
+            await asyncio.sleep(0.06)
+            assert not fleet.executors
+            await until(lambda: list(fleet.executors) == ["e0"])
+            assert len(joined) == 2 and [kind for kind, *_ in events] == ["executor_up", "executor_lost", "executor_up"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("kind", "offers"), [("dedicated", ["e0"]), ("opportunistic", [])])
+def test_a_dedicated_executor_or_one_that_its_agent_lost_does_not_join_again(kind, offers):
+    async def scenario():
+        fleet, arrivals, agents, _, _, joined = pool()
+        async with agents, agent_process(kind=kind) as (up, seen):
+            arrivals.put_nowait(up)
+            assert await agents.wait_for(kind, 1, 5)
+            seen["offers"] = offers
+            fleet.leave("e0", "taken out")
+            before = seen["renewals"]
+            await until(lambda: seen["renewals"] >= before + 5)
+            assert len(joined) == 1 and not fleet.executors
+
+    asyncio.run(scenario())
+
+
+def test_joining_again_has_a_pause_and_an_end():
+    absences, now_s, times_s = Absences(10.0), 0.0, []
+    while now_s < 500:
+        if absences.is_due("e0", now_s):
+            times_s.append(now_s)
+        now_s += 1.0
+    assert len(times_s) == MAX_REJOINS and times_s[0] == 10
+    assert not absences.is_due("e1", now_s) and absences.is_due("e1", now_s + 10)  # each for itself
+
+
+def test_one_renewal_that_hangs_does_not_cost_the_lease():
+    async def scenario():
+        fleet, arrivals, agents, events, _, _ = pool(ControlConfig(lease_ttl_s=4.0, heartbeat_s=0.05))
+        async with agents, agent_process() as (up, seen):
+            seen["hangs"] = 1
+            arrivals.put_nowait(up)
+            await until(lambda: seen["renewals"] >= 3)
+            assert list(fleet.executors) == ["e0"] and ("executor_lost", "e0", "agent-0 is silent") not in events
+
+    asyncio.run(scenario())
+
+
+def test_whoever_waits_for_agents_hears_at_once_that_none_can_register_any_more():
+    def broken(executor):
+        raise ValueError("a bug")
+
+    async def scenario():
+        _, arrivals, agents, *_ = pool(on_join=broken)
+        async with agents, agent_process() as (up, _):
+            arrivals.put_nowait(up)
+            with pytest.raises(RunFailed, match="welcoming agents failed"):
+                await asyncio.wait_for(agents.wait_for("opportunistic", 2, 60), 5)
 
     asyncio.run(scenario())

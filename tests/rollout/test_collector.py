@@ -145,6 +145,79 @@ def test_a_turn_that_fails_every_time_costs_its_own_trajectory_only():
     assert sum(r.startswith("s0.2.") for r in client.requests) == MAX_TRIES
 
 
+def test_a_request_that_cannot_be_run_fails_its_trajectory_at_once_and_nobody_is_blamed():
+    def behave(request, result):
+        if int(request.request_id.split(".")[1]) < 4:
+            raise ExecutorError("refused", status=400, got="400: prompt and answer do not fit")
+        return result
+
+    lost, client = [], ScriptedClient(behave)
+    collector, _ = collector_of({"a": client}, lost=lost)
+    batch = collect(collector)
+    assert [t.state for t in batch.trajectories] == [State.FAILED] * 4 + [State.DONE] * 2 and not lost
+    assert sum(int(r.split(".")[1]) < 4 for r in client.requests) == 4  # no second try
+    assert "400" in batch.trajectories[0].failure
+
+
+def test_turns_that_break_whoever_samples_them_take_no_executor_out():
+    def behave(request, result):
+        if request.request_id.startswith("s0."):
+            raise ExecutorError("no answer")
+        return result
+
+    lost = []
+    collector, _ = collector_of({"a": ScriptedClient(behave)}, groups=1, size=2, lost=lost)
+    steps = [collect(collector, groups=1, step=step) for step in range(2)]
+    assert [t.state for b in steps for t in b.trajectories] == [State.FAILED] * 2 + [State.DONE] * 2 and not lost
+
+
+def test_aborted_turns_do_not_speak_against_an_executor():
+    def behave(request, result):
+        return GenerateResult(request.request_id, [], [], [], "abort")
+
+    lost = []
+    collector, _ = collector_of({"a": ScriptedClient(behave)}, lost=lost)
+    assert {t.state for t in collect(collector).trajectories} == {State.FAILED} and not lost
+
+
+FAULTY = {
+    "another request's": lambda r: GenerateResult("x", r.token_ids, r.logprobs, r.policy_versions, "stop"),
+    "unequal lists": lambda r: GenerateResult(r.request_id, r.token_ids, r.logprobs[:1], r.policy_versions, "stop"),
+    "nothing": lambda r: GenerateResult(r.request_id, [], [], [], "stop"),
+    "NaN": lambda r: GenerateResult(r.request_id, r.token_ids, [-0.1, float("nan")], r.policy_versions, "stop"),
+    "infinite": lambda r: GenerateResult(r.request_id, r.token_ids, [-0.1, float("-inf")], r.policy_versions, "stop"),
+    "negative token": lambda r: GenerateResult(r.request_id, [-1, 0], r.logprobs, r.policy_versions, "stop"),
+    "huge token": lambda r: GenerateResult(r.request_id, [2**31, 0], r.logprobs, r.policy_versions, "stop"),
+    "no version": lambda r: GenerateResult(r.request_id, r.token_ids, r.logprobs, [5, -1], "stop"),
+}
+
+
+@pytest.mark.parametrize("damage", FAULTY.values(), ids=FAULTY)
+def test_an_answer_that_cannot_be_used_is_a_lost_turn_and_not_the_end_of_the_run(damage):
+    answers = iter(range(1000))
+    client = ScriptedClient(lambda request, result: damage(result) if next(answers) == 5 else result)
+    collector, _ = collector_of({"a": client})
+    batch = collect(collector)
+    assert all(t.state is State.DONE for t in batch.trajectories) and sum(t.turns_lost for t in batch.trajectories) == 1
+
+
+def test_an_executor_that_answers_nothing_usable_is_taken_out():
+    lost = []
+    bad = ScriptedClient(lambda request, result: FAULTY["NaN"](result))
+    collector, _ = collector_of({"bad": bad, "good": ScriptedClient()}, lost=lost)
+    collect(collector)
+    assert lost == ["bad"]
+
+
+def test_what_an_executor_did_before_it_was_started_again_is_not_held_against_it():
+    _, fleet = collector_of({"a": ScriptedClient()})
+    before = fleet.executors["a"]
+    fleet.join(Executor("a", "dedicated", ScriptedClient()), 4)
+    for trajectory in ("s0.0", "s0.1", "s0.2", "s0.3"):
+        fleet.turn_failed(before, trajectory, "gone")
+    assert "a" in fleet.executors
+
+
 def test_a_full_context_ends_the_trajectory_as_failed():
     collector, _ = collector_of({"a": ScriptedClient()}, max_model_len=20)
     batch = collect(collector)

@@ -101,6 +101,29 @@ def test_missing_workers_are_named_and_an_early_failure_is_told_instead():
     asyncio.run(scenario())
 
 
+def test_a_worker_that_greets_again_keeps_its_command_and_the_caller_its_answer():
+    async def scenario():
+        pool = pool_of("trainer-0")
+        call = asyncio.create_task(pool.call(["trainer-0"], publish, VersionWritten, 5))
+        await asyncio.sleep(0)
+        pool.greet("trainer-0", WorkerUp(world_size=1))
+        command = await pool.next_command("trainer-0", 1)
+        pool.take_reply("trainer-0", command.call_id, WRITTEN)
+        assert await asyncio.wait_for(call, 1) == {"trainer-0": WRITTEN}
+
+    asyncio.run(scenario())
+
+
+def test_a_failure_that_was_reported_outside_of_any_call_fails_the_next_call_at_once():
+    async def scenario():
+        pool = pool_of("trainer-0")
+        pool.take_reply("trainer-0", -1, WorkerFailed("the lease has expired"))
+        with pytest.raises(RunFailed, match="the lease has expired"):
+            await asyncio.wait_for(pool.call(["trainer-0"], publish, VersionWritten, 60), 1)
+
+    asyncio.run(scenario())
+
+
 def test_stopping_reaches_everybody():
     async def scenario():
         pool = pool_of("trainer-0", "relay-0")

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from rose_hpc.errors import RoseError, TransferTimeout, WeightsError
-from rose_hpc.messages import TransferVersion
+from rose_hpc.messages import TransferVersion, encode
 from rose_hpc.weights.arena import Arena
 from rose_hpc.weights.digest import combine, digest_image
 from rose_hpc.weights.publisher import WeightPublisher
-from rose_hpc.weights.relay import HEADER, Relay, RelayNode, RelaySpec
+from rose_hpc.weights.relay import HEADER, Pull, Relay, RelayNode, RelaySpec
 
 
 class QueueTransport:
@@ -133,6 +133,32 @@ def test_a_silent_source_is_a_timeout_not_a_hang(tmp_path):
     digest = publish(tmp_path, 1, version=0)
     results = transfer(world_of(tmp_path, ["source", "sink"], lambda m: None, deadline_s=0.2), TransferVersion(1, 1, 0, digest))
     assert isinstance(results[1], TransferTimeout) and isinstance(results[0], TransferTimeout)
+
+
+def test_the_buckets_of_several_sinks_take_turns(tmp_path):
+    digest, sent = publish(tmp_path, 1, version=0), []
+    relays = world_of(tmp_path, ["source", "sink", "sink"])
+    source = relays[0]._transport
+    deliver = source.send
+
+    def send(peer, content, deadline_s):
+        if content[:4] == b"RSE1":
+            sent.append(peer)
+        deliver(peer, content, deadline_s)
+
+    source.send = send
+    results = transfer(relays, TransferVersion(1, 1, 0, digest))
+    assert results[1].verified and results[2].verified
+    assert len(sent) > 4 and sent == [1, 2] * (len(sent) // 2)
+
+
+@pytest.mark.parametrize("run", [(0, 0), (0, -4), (-4, 4), (0, 260)], ids=["empty", "negative", "before the image", "over a bucket"])
+def test_a_source_refuses_to_send_what_is_no_bucket(tmp_path, run):
+    digest = publish(tmp_path, 1, version=0)
+    relays = world_of(tmp_path, ["source", "sink"])
+    relays[1]._transport.send(0, encode(Pull(1, 0, [run])), 1.0)
+    with pytest.raises(WeightsError):
+        relays[0].transfer(TransferVersion(1, 1, 0, digest))
 
 
 def test_a_version_that_was_never_published_is_an_error(tmp_path):

@@ -1,0 +1,124 @@
+"""The lender's loop without engines: whatever happens on the rollout side, serving goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from rose_hpc.config import EngineConfig, GateConfig, SloConfig
+from rose_hpc.coserve.board import BoardWriter
+from rose_hpc.coserve.device import Device
+from rose_hpc.coserve.lender import RESTARTS, Lender
+from rose_hpc.coserve.quota import GateOnly
+from rose_hpc.coserve.specs import AgentSpec, EngineOffer, ServingSpec
+from rose_hpc.errors import ConfigError, RunFailed
+
+DEADLINE_S = 30
+
+
+class Stays:
+    """Rollout sides that end as told, one outcome a stay; the last one goes on for all that follow."""
+
+    def __init__(self, *outcomes: int | Exception) -> None:
+        self._outcomes, self.count = outcomes, 0
+        self.all_over = asyncio.Event()
+
+    def __call__(self, spec: AgentSpec, folder: Path, device: Device) -> Stays:
+        return self
+
+    async def run(self, stop: asyncio.Event) -> int:
+        outcome = self._outcomes[min(self.count, len(self._outcomes) - 1)]
+        self.count += 1
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> AgentSpec:
+    serving = ServingSpec(
+        model_dir=tmp_path,
+        socket=tmp_path / "serving.sock",
+        board=tmp_path / "board",
+        engine=EngineConfig(),
+        slo=SloConfig(),
+        gate=GateConfig(),
+        device_cpus=[0],
+    )
+    offer = EngineOffer(executor_id="lent-0", model_dir=tmp_path, arena=tmp_path)
+    return AgentSpec(agent_id="lender-0", kind="opportunistic", serving=serving, control_dir=tmp_path, logs_dir=tmp_path, engines=[offer])
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> Iterator[BoardWriter]:
+    board = BoardWriter(tmp_path / "board", 0.0)
+    yield board
+    board.close()
+
+
+def lend(spec: AgentSpec, stays: Stays, board_deadline_s: float = DEADLINE_S) -> None:
+    """Lends until the stays are over, sees that the lender then waits for the operator, and stops it."""
+
+    async def life() -> None:
+        assert spec.serving is not None
+        device, stop = Device("lent", [], GateOnly(), spec.serving.board), asyncio.Event()
+        lending = asyncio.create_task(Lender(spec, spec.logs_dir, stays).lend(device, stop, board_deadline_s))
+        await asyncio.sleep(0.5)
+        assert not lending.done(), "serving ended although the operator has not asked for it"
+        stop.set()
+        await asyncio.wait_for(lending, DEADLINE_S)
+
+    asyncio.run(life())
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        RunFailed("an engine ended"),
+        FileNotFoundError("no token"),
+        OSError(28, "No space left on device"),
+        aiohttp.ServerDisconnectedError(),
+        TimeoutError(),
+        KeyError("lent-0"),
+    ],
+    ids=repr,
+)
+def test_no_failure_of_the_rollout_side_ends_serving(
+    spec: AgentSpec, board: BoardWriter, failure: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stays = Stays(failure)
+    lend(spec, stays)
+    assert stays.count == 1 + RESTARTS
+    said = capsys.readouterr().err
+    assert said.count("the rollout side failed, serving goes on") == 1 + RESTARTS
+    assert "the device is given back; serving goes on alone" in said
+
+
+def test_a_rollout_side_that_failed_once_is_lent_to_again_and_one_that_is_over_is_not(spec: AgentSpec, board: BoardWriter) -> None:
+    stays = Stays(OSError("once"), 0)
+    lend(spec, stays)
+    assert stays.count == 2
+
+
+def test_a_serving_engine_without_a_board_is_not_lent(spec: AgentSpec, capsys: pytest.CaptureFixture[str]) -> None:
+    stays = Stays(0)
+    lend(spec, stays, board_deadline_s=0.2)
+    assert stays.count == 0
+    assert "the device is not lent, serving goes on: nothing on the board" in capsys.readouterr().err
+
+
+def test_a_board_that_cannot_be_read_is_no_board(spec: AgentSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "board").mkdir()
+    stays = Stays(0)
+    lend(spec, stays)
+    assert stays.count == 0
+    assert "the device is not lent, serving goes on: the board cannot be read" in capsys.readouterr().err
+
+
+def test_without_serving_there_is_nothing_to_lend(spec: AgentSpec) -> None:
+    with pytest.raises(ConfigError, match="needs a serving engine"):
+        Lender(spec.model_copy(update={"serving": None}), spec.logs_dir)

@@ -1,0 +1,55 @@
+"""The client of an agent over real HTTP: whatever comes back is an answer or an ExecutorError that says with which status."""
+
+import asyncio
+
+import pytest
+from aiohttp import web
+
+from rose_hpc.http_api import Refused, authenticated_app, base_url, serving, tcp_site
+from rose_hpc.messages import AgentUp, GenerateRequest
+from rose_hpc.rollout.client import AgentClient, ExecutorError
+
+REQUEST = GenerateRequest("r0", [1, 2], 4, 1.0, [0])
+
+
+def error_of(handler, deadline_s=5.0):
+    """What `generate` raises when the agent handles the request so."""
+
+    async def scenario():
+        app = authenticated_app("secret")
+        app.add_routes([web.post("/v1/executors/e0/generate", handler)])
+        async with serving(app, tcp_site("127.0.0.1", 0)) as runner:
+            client = AgentClient(AgentUp("agent-0", base_url(runner), []), "secret")
+            try:
+                with pytest.raises(ExecutorError) as failure:
+                    await client.generate("e0", REQUEST, deadline_s)
+            finally:
+                await client.close()
+        return failure.value
+
+    return asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("status", "is_request_fault"), [(400, True), (413, True), (409, False), (404, False), (503, False)])
+def test_a_refusal_carries_its_status_and_whom_it_speaks_against(status, is_request_fault):
+    async def refuse(request):
+        raise Refused(status, "no")
+
+    error = error_of(refuse)
+    assert (error.status, error.is_request_fault) == (status, is_request_fault)
+
+
+def test_no_answer_has_no_status():
+    async def hang(request):
+        await asyncio.sleep(60)
+
+    error = error_of(hang, deadline_s=0.1)
+    assert error.status is None and not error.is_request_fault
+
+
+def test_an_answer_that_is_no_message_is_the_executor_s_fault():
+    async def rubbish(request):
+        return web.Response(body=b"<html>")
+
+    error = error_of(rubbish)
+    assert error.status == 200 and not error.is_request_fault and "cannot be read" in str(error)

@@ -1,0 +1,66 @@
+"""The controller's end: whatever comes while it cleans up, the record is complete."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from rose_hpc.config import load
+from rose_hpc.control import ADDRESS_FILE, make_token, read_address
+from rose_hpc.messages import TOKEN_HEADER, Command, Stop, Stopped, WorkerUp, decode, encode
+from rose_hpc.metrics.run import Run
+from rose_hpc.models.tokenizer import make_tokenizer
+from rose_hpc.rollout.controller import Controller, ControllerSpec, RelayRole
+from rose_hpc.rollout.envs.frozen_lake import WORDS
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+
+
+@pytest.fixture
+def spec(tmp_path):
+    """A run whose trainers, relays and agents are still to come."""
+    run_dir, control_dir, model_dir = (tmp_path / name for name in ("run", "control", "model"))
+    for folder in (run_dir, control_dir, model_dir):
+        folder.mkdir()
+    make_tokenizer(WORDS).save_pretrained(model_dir)
+    return ControllerSpec(
+        run_dir=run_dir,
+        control_dir=control_dir,
+        model_dir=model_dir,
+        attempt=0,
+        started_s=time.time(),
+        relays=[RelayRole(role="source"), RelayRole(role="sink", feeds="dedicated")],
+        dedicated=1,
+        opportunistic=0,
+        config=load(QUICKSTART, []),
+    )
+
+
+async def address_of(control_dir, deadline_s=10):
+    async with asyncio.timeout(deadline_s):
+        while not (control_dir / ADDRESS_FILE).exists():
+            await asyncio.sleep(0.01)
+    return read_address(control_dir, 0)
+
+
+def test_a_second_signal_during_the_clean_up_does_not_cost_the_last_words_of_the_record(spec):
+    token = make_token(spec.control_dir)
+
+    async def scenario():
+        run = asyncio.create_task(Controller(spec).run())
+        url = await address_of(spec.control_dir)
+        async with aiohttp.ClientSession(headers={TOKEN_HEADER: f"Bearer {token}"}) as session:
+            await session.post(f"{url}/v1/workers/trainer-0/hello", data=encode(WorkerUp(world_size=1)))
+            run.cancel()
+            answer = await session.get(f"{url}/v1/workers/trainer-0/next?wait_s=5")
+            stop = decode(await answer.read(), Command)
+            assert isinstance(stop, Stop)  # the clean-up has begun
+            run.cancel()
+            await session.post(f"{url}/v1/workers/trainer-0/replies/{stop.call_id}", data=encode(Stopped()))
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(run, 20)
+        assert list(Run(spec.run_dir).events["kind"]) == ["run_started", "run_failed"]
+
+    asyncio.run(scenario())
