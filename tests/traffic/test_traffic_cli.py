@@ -61,7 +61,7 @@ def test_a_trace_is_scaled_by_the_options(tmp_path: Path) -> None:
         (["http://127.0.0.1:1", "--synthetic", "--trace", "x.csv"], "exactly one of --trace"),
         (["127.0.0.1:1", "--synthetic"], "http://HOST:PORT"),
         (["http://127.0.0.1:1", "--synthetic", "--prompt-tokens", "100"], "--prompt-tokens"),
-        (["http://127.0.0.1:1", "--synthetic", "--prompt-tokens", "9:3"], "9 to 3 tokens"),
+        (["http://127.0.0.1:1", "--synthetic", "--prompt-tokens", "9:3"], "prompt_tokens must be [smallest, largest]"),
         (["http://127.0.0.1:1", "--synthetic", "--requests-per-s", "0"], "requests_per_s"),
         (["http://127.0.0.1:1", "--synthetic", "--slo-ttft-s", "-1"], "ttft_s"),
         (["http://127.0.0.1:1", "--synthetic", "--requests", "0"], "requests"),
