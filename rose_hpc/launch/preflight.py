@@ -18,8 +18,8 @@ from rose_hpc.config import ControlConfig, EngineConfig, RunConfig, ServingConfi
 from rose_hpc.coserve.engine import is_cpu_build
 from rose_hpc.errors import ConfigError, EnvironmentFault
 from rose_hpc.http_api import bind
+from rose_hpc.weights.layout import ITEM_BYTES
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 MAX_SAFETENSORS_HEADER_BYTES = 100 << 20
 
 

@@ -5,12 +5,12 @@ Pure derivation, but for `write`, which puts a file into RUN/control/specs (0600
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rose_hpc.config import EngineConfig, RunConfig, Section, ServingConfig
+from rose_hpc.control import write_private
 from rose_hpc.coserve.specs import AgentSpec, EngineOffer, ServingSpec
 from rose_hpc.launch.run_folder import RunFolder
 from rose_hpc.metrics.files import serving_file
@@ -48,8 +48,7 @@ class Attempt:
     def write(self, name: str, spec: Section) -> str:
         """Path of the written file."""
         path = self.folder.specs / f"{name}.json"
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as f:
-            f.write(spec.model_dump_json())
+        write_private(path, spec.model_dump_json())
         return str(path)
 
     def controller(self) -> ControllerSpec:
