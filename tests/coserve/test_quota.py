@@ -16,6 +16,7 @@ import pytest
 from rose_hpc.coserve.quota import CgroupQuota, Quota, SchedIdleQuota, best_quota, pin
 from rose_hpc.coserve.quota.base import cgroup_paths, threads
 from rose_hpc.coserve.quota.cgroup import find_hierarchy, members
+from rose_hpc.coserve.quota.sched_idle import autogroup_name
 from rose_hpc.errors import EnvironmentFault
 
 SPIN = "print('up', flush=True)\nwhile True: pass"
@@ -175,6 +176,11 @@ def test_sched_idle_reaches_every_thread_and_is_lifted_from_every_thread(spinner
     assert {os.sched_getscheduler(t) for t in threads(pid)} == {os.SCHED_IDLE}
     quota.close()
     assert {os.sched_getscheduler(t) for t in threads(pid)} == {os.SCHED_OTHER}
+
+
+def test_a_process_of_the_default_autogroup_has_a_group_of_its_own() -> None:
+    assert autogroup_name("") == autogroup_name("\n") == ""
+    assert autogroup_name("/autogroup-12 nice 0\n") == "/autogroup-12"
 
 
 def test_sched_idle_refuses_what_it_cannot_protect(spinners: list[subprocess.Popen[bytes]]) -> None:

@@ -63,9 +63,14 @@ def _autogroup(pid: int) -> str:
     try:
         if AUTOGROUP_SWITCH.read_text().strip() != "1":
             return ""
-        return Path(f"/proc/{pid}/autogroup").read_text().split()[0]
+        return autogroup_name(Path(f"/proc/{pid}/autogroup").read_text())
     except (FileNotFoundError, ProcessLookupError):
         return ""  # a kernel without it
+
+
+def autogroup_name(content: str) -> str:
+    """From /proc/PID/autogroup, which is empty for the default group: of processes whose session is as old as the machine."""
+    return content.split()[0] if content.strip() else ""
 
 
 def _set_policy(pid: int, policy: int) -> None:
