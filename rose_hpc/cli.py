@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from rose_hpc import config as configuration
+from rose_hpc.bench.cli import app as bench_app
 from rose_hpc.errors import RoseError
 from rose_hpc.traffic.cli import app as trace_app
 
@@ -27,6 +28,7 @@ app = typer.Typer(
 model_app = typer.Typer(no_args_is_help=True, help="Make models.")
 app.add_typer(model_app, name="model")
 app.add_typer(trace_app, name="trace")
+app.add_typer(bench_app, name="bench")
 
 
 class Family(enum.StrEnum):

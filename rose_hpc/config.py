@@ -133,6 +133,11 @@ class EngineConfig(Section):
     block_size: int = Field(32, ge=1)
     max_model_len: int = Field(512, ge=8)
     max_concurrency: int = Field(64, ge=1, description="trajectories in flight on this engine")
+    raw_weights: bool = Field(
+        True,
+        description="CPU only: plain torch linear instead of oneDNN's packed weights: updates in place and hashed; "
+        "false: packed, faster decoding, a full reload per update",
+    )
     start_deadline_s: float = Field(300, gt=0)
     request_deadline_s: float = Field(120, gt=0)
 

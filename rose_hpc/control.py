@@ -28,6 +28,7 @@ ADDRESS_FILE = "controller.json"
 TOKEN_FILE = "token"
 POLL_S = 2.0  # how long the controller may hold one poll
 RETRY_S = 0.2
+UNIX = "unix:"  # an address may be a Unix socket's path: the control plane of one machine's network namespaces
 
 
 def make_token(control_dir: Path) -> str:
@@ -75,7 +76,12 @@ class WorkerChannel:
         self.worker_id, self._ttl_s = worker_id, ttl_s
         base = read_address(control_dir, start_deadline_s)
         headers = {TOKEN_HEADER: f"Bearer {read_token(control_dir)}"}
-        self._http = httpx.Client(base_url=f"{base}/v1/workers/{worker_id}", headers=headers, timeout=POLL_S + ttl_s / 2, trust_env=False)
+        transport = None
+        if base.startswith(UNIX):
+            transport, base = httpx.HTTPTransport(uds=base.removeprefix(UNIX)), "http://controller"
+        self._http = httpx.Client(
+            base_url=f"{base}/v1/workers/{worker_id}", headers=headers, timeout=POLL_S + ttl_s / 2, trust_env=False, transport=transport
+        )
 
     def hello(self, message: WorkerUp) -> None:
         """Announce this worker."""

@@ -87,12 +87,21 @@ class UpdateRequest(Message, frozen=True):
 
 
 class UpdateResult(Message, frozen=True):
-    """The version that now serves, the digest recomputed from the bytes that were loaded, and how long it took."""
+    """The version that now serves, how it came into the model, how that was proved, and how long it took.
+
+    digest: with proof "digest" recomputed from all that the engine runs, else from the image that it loaded. proof: "digest"; "probe":
+    packed weights, read back from every layer in samples; "partial": a probe with layers that cannot be read back. how: "sparse" (changed
+    elements only), "dense" (all, in place) or "reload" (through vLLM's loaders). changed: elements of the policy that were written.
+    apply_s: all of it; pause_s: the part in which nothing was generated.
+    """
 
     version: int
     digest: int
     apply_s: float
     pause_s: float
+    proof: str
+    how: str
+    changed: int
 
 
 class EngineHealth(Message, frozen=True):
@@ -111,6 +120,7 @@ class ExecutorInfo(Message, frozen=True):
     kind: str
     max_concurrency: int
     policy_version: int  # -1: no version of this run applied yet
+    relay: str = ""  # whose arena it loads from
 
 
 class AgentUp(Message, frozen=True):
@@ -176,13 +186,43 @@ class SaveCheckpoint(Message, frozen=True, tag="save_checkpoint"):
     version: int
 
 
-class TransferVersion(Message, frozen=True, tag="transfer_version"):
-    """Relays: move one version from the source arenas to the sink arenas and verify it there. digest: of the whole image."""
+class RelayAddress(Message, frozen=True):
+    """Where a relay's peers reach it. key: 32 bytes, proves to it who connects. world, rank: its MPI world, "" where it has none."""
+
+    host: str
+    port: int
+    key: bytes
+    world: str = ""
+    rank: int = -1
+
+
+class RelayMember(Message, frozen=True):
+    """A relay's part in one generation: which streams it holds already, and which it wants. Streams: see weights/routing.py."""
+
+    name: str
+    partition: str
+    node: str
+    holds: list[int]
+    wants: list[int]
+    address: RelayAddress
+
+
+class FetchVersion(Message, frozen=True, tag="fetch_version"):
+    """A sink: bring one version into your arena and verify it. Sources and other sinks serve without being told.
+
+    base: the version that the deltas start from; −1: a keyframe, every bucket dense. digest: of the whole image, mod 2^64.
+    members, stream_bytes (stream → bytes on the wire): what the tree is planned from; tree: fingerprint of the controller's plan, which
+    the sink's own must equal.
+    """
 
     call_id: int
     generation: int
     version: int
+    base: int
     digest: int
+    members: list[RelayMember]
+    stream_bytes: dict[int, int]
+    tree: str
 
 
 class Stop(Message, frozen=True, tag="stop"):
@@ -191,15 +231,20 @@ class Stop(Message, frozen=True, tag="stop"):
     call_id: int
 
 
-Command = TrainStep | PublishVersion | SaveCheckpoint | TransferVersion | Stop
+Command = TrainStep | PublishVersion | SaveCheckpoint | FetchVersion | Stop
 
 
 class WorkerUp(Message, frozen=True, tag="worker_up"):
-    """First message of a worker. resumed_step, resumed_version: what its checkpoint held, −1 where it started afresh."""
+    """First message of a worker. resumed_step, resumed_version: what its checkpoint held, −1 where it started afresh.
+
+    A relay adds its address and the verified version that its arena holds, −1 for none.
+    """
 
     world_size: int
     resumed_step: int = -1
     resumed_version: int = -1
+    relay: RelayAddress | None = None
+    arena_version: int = -1
 
 
 class StepTrained(Message, frozen=True, tag="step_trained"):
@@ -216,12 +261,17 @@ class StepTrained(Message, frozen=True, tag="step_trained"):
 
 
 class VersionWritten(Message, frozen=True, tag="version_written"):
-    """Result of PublishVersion: digest over this rank's own shards (adds up over ranks mod 2^64), their bytes, seconds."""
+    """Result of PublishVersion: digest over this rank's own streams (adds up over ranks mod 2^64), their bytes, seconds.
+
+    base: the version that the deltas start from, −1 where there are none. shard_bytes: dense. streams: stream → encoded bytes.
+    """
 
     version: int
     digest: int
     shard_bytes: int
     write_s: float
+    base: int
+    streams: dict[int, int]
 
 
 class CheckpointSaved(Message, frozen=True, tag="checkpoint_saved"):
@@ -231,15 +281,22 @@ class CheckpointSaved(Message, frozen=True, tag="checkpoint_saved"):
     save_s: float
 
 
-class VersionTransferred(Message, frozen=True, tag="version_transferred"):
-    """Result of TransferVersion. Sources count sent_bytes; sinks recompute the digest over what arrived."""
+class VersionFetched(Message, frozen=True, tag="version_fetched"):
+    """Result of FetchVersion. fault: why the version is not there, "" where it is; lost: the peer that failed, where one did.
+
+    version: what the arena holds now, −1 for nothing. digest: recomputed over the changed elements, over all after a keyframe.
+    verified: it is the one asked for. Bytes are those of whole messages. fetch_s: all of it; apply_s: the part in the arena.
+    """
 
     version: int
-    sent_bytes: int
-    received_bytes: int
     digest: int
     verified: bool
-    transfer_s: float
+    received_bytes: int
+    fetch_s: float
+    apply_s: float
+    changes: int
+    fault: str = ""
+    lost: str = ""
 
 
 class Stopped(Message, frozen=True, tag="stopped"):
@@ -253,7 +310,7 @@ class WorkerFailed(Message, frozen=True, tag="worker_failed"):
     usage: bool = False
 
 
-Reply = WorkerUp | StepTrained | VersionWritten | CheckpointSaved | VersionTransferred | Stopped | WorkerFailed
+Reply = WorkerUp | StepTrained | VersionWritten | CheckpointSaved | VersionFetched | Stopped | WorkerFailed
 
 
 # ── training rows ────────────────────────────────────────────────────────────────────────────────────────────────────

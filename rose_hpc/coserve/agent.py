@@ -12,7 +12,8 @@ Invariants
   SIGKILL; after SIGKILL of the agent itself the kernel ends the engine (lifeline.py).
 - It gives everything back when the controller falls silent for the lease, whose length is at most the operator's lease_ttl_s.
 
-It does not restart an engine that died: the controller learns of it by this process's end.
+On a lent node it also runs the node's relay, and starts it again when it dies: a relay is disposable. It does not restart an
+engine that died: the controller learns of it by this process's end.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from rose_hpc.control import ADDRESS_FILE, TOKEN_FILE, read_address, read_token
 from rose_hpc.coserve.device import Device
 from rose_hpc.coserve.lease import Lease, granted_s
 from rose_hpc.coserve.processes import EngineProcess
+from rose_hpc.coserve.relay_process import RelayProcess
 from rose_hpc.coserve.specs import AgentSpec, EngineOffer, EngineSpec
 from rose_hpc.errors import ControlError, RunFailed
 from rose_hpc.http_api import (
@@ -64,6 +66,7 @@ class Agent:
         self._spec, self._token, self._device, self._engine_process = spec, read_token(spec.control_dir), device, engine
         self._engines = {offer.executor_id: self._engine(offer, folder) for offer in spec.engines}
         self._lease = Lease(spec.lease_ttl_s)
+        self._relay = None if spec.own_relay is None else RelayProcess(spec.own_relay, folder, spec.logs_dir)
         self._stop_requested = asyncio.Event()
         self._url = ""
 
@@ -85,7 +88,9 @@ class Agent:
             return await self._serve(stop)
 
     async def _start_engines(self, stack: AsyncExitStack) -> None:
-        """Start all; on a lent device they are confined from their first instruction on, and set free to end."""
+        """Start all, and the node's relay; on a lent device engines are confined from their first instruction on, and set free to end."""
+        if self._relay is not None:
+            await stack.enter_async_context(self._relay)
         for engine in self._engines.values():
             await stack.enter_async_context(engine)
             if self._device is not None:
@@ -110,8 +115,9 @@ class Agent:
         return 0
 
     async def _first_engine_ended(self) -> None:
-        """Raises RunFailed with the last lines of the log of the engine that ended."""
-        await first_of(**{name: engine.ended() for name, engine in self._engines.items()})
+        """Raises RunFailed with the last lines of the log of the engine that ended, or of the relay that ends again and again."""
+        relay = {} if self._relay is None else {"relay": self._relay.kept_alive()}
+        await first_of(**{name: engine.ended() for name, engine in self._engines.items()}, **relay)
 
     # ── towards the controller ──
 
@@ -159,7 +165,7 @@ class Agent:
 
     def _offer(self, health: EngineHealth) -> ExecutorInfo:
         engine = self._engines[health.executor_id].spec.engine
-        return ExecutorInfo(health.executor_id, self._spec.kind, engine.max_concurrency, health.policy_version)
+        return ExecutorInfo(health.executor_id, self._spec.kind, engine.max_concurrency, health.policy_version, self._spec.relay)
 
     # ── the controller's requests ──
 

@@ -23,7 +23,7 @@ from rose_hpc.coserve.specs import EngineSpec
 from rose_hpc.errors import EnvironmentFault, RoseError
 from rose_hpc.http_api import BACKLOG, first_of, serving, stop_signals
 from rose_hpc.lifeline import die_with_parent, report_failure
-from rose_hpc.weights.vllm_plugin import ENGINE_PID_VARIABLE
+from rose_hpc.weights.vllm_plugin import ENGINE_PID_VARIABLE, RAW_WEIGHTS_VARIABLE
 
 CLOSE_DEADLINE_S = 10  # if closing hangs, SIGALRM ends us then, and the kernel vLLM's processes with us
 MAX_SOCKET_PATH_BYTES = 107  # sun_path of unix(7), without the closing zero
@@ -45,7 +45,8 @@ def engine_environment(spec: EngineSpec, inherited: Mapping[str, str], cpu: bool
         "TMPDIR": str(spec.socket.parent),
         "VLLM_RPC_BASE_PATH": str(spec.socket.parent),
     }
-    return wanted | plugin_environment(inherited) | (cpu_environment(spec.engine.tensor_parallel, inherited) if cpu else {})
+    cpu_only = cpu_environment(spec.engine.tensor_parallel, inherited) | {RAW_WEIGHTS_VARIABLE: str(int(spec.engine.raw_weights))}
+    return wanted | plugin_environment(inherited) | (cpu_only if cpu else {})
 
 
 def plugin_environment(inherited: Mapping[str, str]) -> dict[str, str]:

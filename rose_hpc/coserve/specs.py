@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from rose_hpc.config import EngineConfig, GateConfig, Section, SloConfig
+from rose_hpc.weights.relay_spec import RelaySpec
 
 
 class EngineOffer(Section):
@@ -50,7 +51,9 @@ class AgentSpec(Section):
     kind: Literal["dedicated", "opportunistic"] = "dedicated"
     serving: ServingSpec | None = Field(None, description="opportunistic only: the serving engine whose device is lent")
     control_dir: Path = Field(..., description="RUN/control: the controller's address and the run's token")
-    logs_dir: Path = Field(..., description="gets engine-ID.log per engine")
+    logs_dir: Path = Field(..., description="gets engine-ID.log per engine, and relay.log")
+    relay: str = Field("", description="whose arena the engines load from")
+    own_relay: RelaySpec | None = Field(None, description="that relay, where the agent is to start it: on a lent node")
     host: str = Field("127.0.0.1", description="address to listen on; the port is chosen freely")
     engines: list[EngineOffer] = Field(..., min_length=1)
     lease_ttl_s: float = Field(10, gt=0, description="from registration to the first renewal, and the most that a renewal grants")

@@ -5,13 +5,14 @@
                         pause │ │ resume                               (requests freeze and go on)
                               ▼ │
                             paused ──update──▶ paused                  (an update leaves a pause of the caller's as it is)
-    any ──load fails half-way, or EngineCore dies──▶ broken            (final: `broken` returns and the process ends)
+    any ──load fails half-way or is not proved, or EngineCore dies──▶ broken     (final: `broken` returns and the process ends)
 
 Invariants
 - The model's weights come only through the arena and only verified; the folder's own weights are never read.
 - Every token is sampled from π_v given KV entries computed by π_v, v being the version reported for it: an update recomputes
   the KV cache of requests in flight and drops the prefix cache.
 - A refused update changes nothing: the old version goes on serving.
+- No token leaves before the weights that it was sampled from are proved: answers wait for the proof of an update (weight_update.py).
 
 Importing this module imports vLLM, which reads the environment: see engine.py, which sets it first. It does not listen on
 anything (engine_api.py).
@@ -26,7 +27,7 @@ from typing import Any
 
 from vllm import SamplingParams
 from vllm.config import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
@@ -39,6 +40,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from rose_hpc.coserve import rollout_plugin
 from rose_hpc.coserve.specs import EngineSpec
+from rose_hpc.coserve.weight_update import Prepared, WeightUpdate
 from rose_hpc.errors import RunFailed
 from rose_hpc.http_api import Refused, first_of
 from rose_hpc.messages import GenerateRequest, GenerateResult, UpdateRequest, UpdateResult
@@ -90,6 +92,9 @@ class RolloutEngine:
         self._control = asyncio.Lock()  # pause, resume and update, one at a time
         self._live: set[str] = set()
         self._serving: UpdateResult | None = None
+        self._update = WeightUpdate(llm, spec.arena)
+        self._proved = asyncio.Event()  # cleared from an update's pause to its proof
+        self._proved.set()
         self._paused = False
         self._load_failed = asyncio.Event()
 
@@ -130,6 +135,7 @@ class RolloutEngine:
             raise Refused(503, "vLLM failed", got=error) from error
         finally:
             self._live.discard(request.request_id)
+        await self._proved.wait()  # for ever where the proof fails: then this process ends
         return _result(request.request_id, final)
 
     def _check(self, request: GenerateRequest) -> None:
@@ -176,36 +182,28 @@ class RolloutEngine:
             if request.version <= self.policy_version:
                 raise Refused(409, "not newer than the serving version", got=request.version, expected=f"> {self.policy_version}")
             begin_s = time.monotonic()
-            digest = await self._verify(request)
-            pause_s = await self._apply(request)
-            self._serving = UpdateResult(request.version, digest, time.monotonic() - begin_s, pause_s)
+            prepared = await self._update.prepare(request)
+            pause_s, proof = await self._load(prepared)
+            apply_s = time.monotonic() - begin_s
+            self._serving = UpdateResult(
+                request.version, request.digest, apply_s, pause_s, proof=proof, how=prepared.how, changed=prepared.changed
+            )
             return self._serving
 
-    async def _verify(self, request: UpdateRequest) -> int:
-        """The digest that every worker recomputed from the bytes that it will load."""
-        answers = await self._llm.collective_rpc("rose_verify", args=(request.version, request.digest))
-        if faults := [a["fault"] for a in answers if a["fault"] is not None]:
-            raise Refused(409, f"version {request.version} refused", got=faults[0])
-        return int(answers[0]["digest"])
+    async def _load(self, prepared: Prepared) -> tuple[float, str]:
+        """Seconds of pause, and the proof that the version is what runs now.
 
-    async def _apply(self, request: UpdateRequest) -> float:
-        """Load the verified version between two steps; seconds of pause.
-
-        A failure in here leaves weights of two versions in the model. It must not serve, so it stays paused and the process ends.
+        A failure in here leaves weights in the model that must not serve: no answer leaves any more, and the process ends.
         """
-        begin_s = time.monotonic()
+        self._proved.clear()
         try:
-            await self._llm.pause_generation(mode="keep", clear_cache=False)
-            await self._llm.start_weight_update()
-            await self._llm.update_weights(WeightTransferUpdateRequest({"version": request.version, "digest": request.digest}))
-            await self._llm.finish_weight_update(str(request.version))
-            await self._llm.reset_prefix_cache(reset_running_requests=True)
-            if not self._paused:
-                await self._llm.resume_generation()
+            pause_s = await self._update.apply(prepared, resume=not self._paused)
+            proof = await self._update.prove(prepared)
         except Exception as error:  # the edge to vLLM, which raises bare Exception for what failed in another process
             self._load_failed.set()
-            raise Refused(500, f"loading version {request.version} failed; this engine ends", got=error) from error
-        return time.monotonic() - begin_s
+            raise Refused(500, f"loading version {prepared.request.version} failed; this engine ends", got=error) from error
+        self._proved.set()
+        return pause_s, proof
 
     async def broken(self) -> None:
         """Returns never, unless the engine cannot serve any more: then raises RunFailed."""

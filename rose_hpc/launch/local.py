@@ -2,13 +2,14 @@
 
     launcher ─┬─ controller ── metrics writer
               ├─ trainer-0 … trainer-N                FSDP2 over gloo or NCCL
-              ├─ mpiexec ── relay 0 (source), relay 1, 2 (sinks)
+              ├─ mpiexec ── relay-0 (trainer's node), relay-1 (executors' node), each under its keeper
               ├─ agent-0 ── rollout engines ── vLLM's own children
               │                                                          the RL side
               │ ─────────────────────────────────────────────────────────────────────
               │                                                          the operator's side, where the configuration has one
               ├─ lender-0 ─┬─ serving engine (stock vLLM server)
-              │            └─ rollout engine on the same device
+              │            ├─ rollout engine on the same device
+              │            └─ relay-2 (the lent node's)
               └─ traffic                              open-loop requests to the serving engine
 
 The launcher starts them together, shows progress, and ends with the controller: whatever happens (success, failure of any
@@ -143,7 +144,7 @@ def _start_rl_side(attempt: Attempt, rl_side: Supervisor) -> None:
         rl_side.start_module(f"trainer-{rank}", "rose_hpc.train.trainer", attempt.write(f"trainer-{rank}", attempt.trainer(rank)))
     relays = attempt.relays()
     mpiexec = [preflight.find_mpiexec(attempt.config.weights.mpiexec), "-n", str(len(relays.nodes))]
-    relay = [sys.executable, "-m", "rose_hpc.weights.relay", attempt.write("relays", relays)]
+    relay = [sys.executable, "-m", "rose_hpc.weights.relay_keeper", attempt.write("relays", relays)]
     command = [sys.executable, "-m", "rose_hpc.lifeline", *mpiexec, *relay]
     rl_side.start("relays", command, env={"HYDRA_LAUNCHER": "fork", "OMP_NUM_THREADS": "1"})
 

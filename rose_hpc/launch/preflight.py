@@ -180,15 +180,16 @@ def least_kv_bytes(engine: EngineConfig, model: dict[str, int]) -> int:
 
 
 def check_arena_space(config: RunConfig, model_dir: Path) -> None:
-    """Room for the retained versions of both sides, before the start instead of in the middle."""
+    """Room for the image and the kept deltas of every node's arena, before the start instead of in the middle."""
     image_bytes = parameter_count(model_dir) * ITEM_BYTES[config.weights.wire_dtype]
-    needed = image_bytes * config.weights.retained_versions * (2 if config.serving is None else 3)
+    arenas = 2 if config.serving is None else 3
+    needed = image_bytes * arenas * (1 + config.weights.retained_versions)  # a delta is never larger than the image
     room = shutil.disk_usage(config.weights.arena_root).free
     if room < needed:
         raise EnvironmentFault(
             f"{config.weights.arena_root} is too small for the arenas",
             got=f"{room} bytes free",
-            expected=f"{needed} bytes: {config.weights.retained_versions} versions of {image_bytes} bytes in each arena",
+            expected=f"{needed} bytes: {arenas} arenas, each an image of {image_bytes} bytes and {config.weights.retained_versions} deltas",
             remedy="free it, set weights.arena_root, or lower weights.retained_versions",
         )
 

@@ -14,11 +14,13 @@ from rose_hpc.control import write_private
 from rose_hpc.coserve.specs import AgentSpec, EngineOffer, ServingSpec
 from rose_hpc.launch.run_folder import RunFolder
 from rose_hpc.metrics.files import serving_file
-from rose_hpc.rollout.controller import ControllerSpec, RelayRole
+from rose_hpc.rollout.controller import ControllerSpec, RelayPlace
 from rose_hpc.traffic.spec import ReplaySpec
 from rose_hpc.train.spec import TrainerSpec
 from rose_hpc.weights.arena_home import ArenaHome
-from rose_hpc.weights.relay import RelayNode, RelaySpec
+from rose_hpc.weights.relay_spec import RelayNode, RelaySpec
+
+TRAINER_RELAY, DEDICATED_RELAY, LENT_RELAY = "relay-0", "relay-1", "relay-2"
 
 
 @dataclass(frozen=True)
@@ -52,14 +54,13 @@ class Attempt:
         return str(path)
 
     def controller(self) -> ControllerSpec:
-        feeds = {"trainer": None, "executors": "dedicated", "lent": "opportunistic"}
         return ControllerSpec(
             run_dir=self.folder.path,
             control_dir=self.folder.control,
             model_dir=self.folder.model_dir(self.config),
             attempt=self.number,
             started_s=self.started_s,
-            relays=[RelayRole(role=node.role, feeds=feeds[node.name]) for node in self.relays().nodes],
+            relays=self._places(),
             dedicated=len(self.dedicated),
             opportunistic=len(self.lent),
             config=self.config,
@@ -78,28 +79,49 @@ class Attempt:
             temperature=self.config.sampling.temperature,
             wire_dtype=self.config.weights.wire_dtype,
             retained_versions=self.config.weights.retained_versions,
+            bucket_bytes=self.config.weights.bucket_bytes,
             seed=self.config.seed,
             resume=self.resume,
             lease_ttl_s=self.config.control.lease_ttl_s,
         )
 
     def relays(self) -> RelaySpec:
-        """Rank 0 reads the trainer's arena; one sink for the dedicated executors' node, one for the lent node."""
-        nodes = [("trainer", "source"), ("executors", "sink"), *([("lent", "sink")] if self.lent else [])]
+        """The run's own relays, by MPI rank: of the trainer's node and of the dedicated executors' node."""
+        nodes = [
+            RelayNode(name=TRAINER_RELAY, arena=self._arena("trainer"), is_source=True),
+            RelayNode(name=DEDICATED_RELAY, arena=self._arena("executors"), is_source=False),
+        ]
+        return self._relay_spec(nodes, world="trainer")
+
+    def _lent_relay(self) -> RelaySpec:
+        """The lent node's, which the lender starts: another owner's node is reached by TCP."""
+        return self._relay_spec([RelayNode(name=LENT_RELAY, arena=self._arena("lent"), is_source=False)], world="")
+
+    def _relay_spec(self, nodes: list[RelayNode], world: str) -> RelaySpec:
         weights = self.config.weights
         return RelaySpec(
             control_dir=self.folder.control,
-            nodes=[RelayNode(name=name, role=role, arena=self._arena(name)) for name, role in nodes],
+            nodes=nodes,
+            world=world,
+            host=self.config.control.host,
             bucket_bytes=weights.bucket_bytes,
             retained_versions=weights.retained_versions,
             deadline_s=weights.deadline_s,
             lease_ttl_s=self.config.control.lease_ttl_s,
         )
 
+    def _places(self) -> dict[str, RelayPlace]:
+        ranks = tuple(range(self.config.train.ranks))
+        places = {
+            TRAINER_RELAY: RelayPlace(partition="trainer", node="trainer", ranks=ranks),
+            DEDICATED_RELAY: RelayPlace(partition="rollout", node="rollout", feeds="dedicated"),
+        }
+        return places | ({LENT_RELAY: RelayPlace(partition="serving", node="serving", feeds="opportunistic")} if self.lent else {})
+
     def agent(self) -> AgentSpec:
         """The node of the dedicated executors."""
         offers = [self._offer(name, "executors", self.config.rollout.engine, seed=i) for i, name in enumerate(self.dedicated)]
-        return self._agent("agent-0", offers, None)
+        return self._agent("agent-0", offers, DEDICATED_RELAY)
 
     def lender(self, serving: ServingConfig) -> AgentSpec:
         """The lent node: a serving engine, and one opportunistic executor on its device."""
@@ -114,7 +136,7 @@ class Attempt:
         )
         gate = {"board": str(spec.board), **serving.slo.model_dump(), **self.config.gate.model_dump()}
         offers = [self._offer(name, "lent", serving.rollout, seed=100 + i, gate=gate) for i, name in enumerate(self.lent)]
-        return self._agent("lender-0", offers, spec)
+        return self._agent("lender-0", offers, LENT_RELAY, spec, self._lent_relay())
 
     def traffic(self, serving: ServingConfig) -> ReplaySpec:
         """The users of the serving engine; they go on until told to stop."""
@@ -126,8 +148,12 @@ class Attempt:
             start_deadline_s=serving.engine.start_deadline_s,
         )
 
-    def _agent(self, agent_id: str, offers: list[EngineOffer], serving: ServingSpec | None) -> AgentSpec:
+    def _agent(
+        self, agent_id: str, offers: list[EngineOffer], relay: str, serving: ServingSpec | None = None, own_relay: RelaySpec | None = None
+    ) -> AgentSpec:
         return AgentSpec(
+            relay=relay,
+            own_relay=own_relay,
             agent_id=agent_id,
             kind="dedicated" if serving is None else "opportunistic",
             serving=serving,

@@ -73,7 +73,7 @@ def _training_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("steps", steps if summary["complete"] else f"{steps}; not complete"),
         ("success", f"{_percent(summary['success_first10'])} → {_percent(summary['success_last10'])} (first and last 10 steps)"),
         ("rollout tokens", f"{tokens['dedicated']:,} dedicated, {tokens['opportunistic']:,} opportunistic"),
-        ("weights", f"{weights['verified']} of {weights['versions']} versions verified at every receiver"),
+        ("weights", _verdict(weights)),
         ("on the wire", _wire(weights["wire_bytes"], weights["image_bytes"])),
         ("|trainer − engine|", "–" if (diff := summary["logprob_diff_mean"]) is None else f"{diff:.2e} nat per token"),
         ("wall time", f"{summary['wall_s']:,.1f} s"),
@@ -103,6 +103,11 @@ def _milliseconds(seconds: float | None) -> str:
 
 def _percent(fraction: float | None) -> str:
     return "–" if fraction is None or np.isnan(fraction) else f"{fraction:.1%}"
+
+
+def _verdict(weights: dict[str, int]) -> str:
+    text = f"{weights['verified']} of {weights['versions']} versions verified at every receiver"
+    return f"{text}, {weights['probed']} only probed: packed weights" if weights["probed"] else text
 
 
 def _wire(wire_bytes: int, image_bytes: int) -> str:

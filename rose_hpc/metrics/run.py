@@ -181,12 +181,18 @@ def _rollout_tokens(steps: pd.DataFrame) -> dict[str, int]:
 
 
 def _weights(syncs: pd.DataFrame) -> dict[str, int]:
-    """Of a version that two attempts synced, the later attempt counts. Of a receiver that needed a second try, the last verdict."""
+    """Of a version that two attempts synced, the later attempt counts. Of a receiver that needed a second try, the last verdict.
+
+    verified: every receiver recomputed the digest; probed: as much, but that some engine's weights are packed and could only be probed.
+    """
     latest = syncs[syncs["attempt"] == syncs.groupby("version")["attempt"].transform("max")]
     verdicts = latest.drop_duplicates(["version", "receiver"], keep="last")
+    good = verdicts.groupby("version")["verified"].all()
+    digested = (verdicts["proof"] == "digest").groupby(verdicts["version"]).all()
     return {
         "versions": int(latest["version"].nunique()),
-        "verified": int(verdicts.groupby("version")["verified"].all().sum()),
+        "verified": int((good & digested).sum()),
+        "probed": int((good & ~digested).sum()),
         "wire_bytes": int(latest["wire_bytes"].sum()),
         "image_bytes": int(latest["image_bytes"].sum()),
     }

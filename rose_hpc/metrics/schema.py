@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from rose_hpc.errors import RoseError
 
-SCHEMA_VERSION: Final = 2  # 2: serving_requests, devices
+SCHEMA_VERSION: Final = 3  # 2: serving_requests, devices; 3: how, changes and proof in syncs
 
 Value = int | float | str
 ELLIPSIS: Final = "…"  # last character of a text that was too long for its column
@@ -177,13 +177,16 @@ SYNCS = Table(
     (
         _count("version", "policy version"),
         _instant("time_s", "the receiver serves the version, or has refused it"),
-        _name("receiver", 64, "sink relay (arrived in its arena) or executor (loaded)"),
+        _name("receiver", 64, "relay (arrived in its arena) or executor (loaded)"),
+        _name("how", 16, "relay: delta or keyframe; executor: sparse, dense or reload"),
         _count("wire_bytes", "bytes that crossed the network to this receiver", "bytes"),
         _count("image_bytes", "bytes of the weights that the receiver holds", "bytes"),
         _seconds("transfer_s", "from the trainer's arena to the receiver's"),
-        _seconds("apply_s", "from the receiver's arena into the engine"),
+        _seconds("apply_s", "relay: into the image of its arena; executor: from there into the engine, proof included"),
         _seconds("pause_s", "generation stood still"),
+        _count("changes", "elements (16-bit lanes) that were overwritten"),
         Column("digest", "u8", "1", "order-independent digest of the bits that arrived or were loaded, mod 2^64"),
+        _name("proof", 16, "digest: recomputed from what is there; probe: packed weights, of which only outputs can be compared"),
         _flag("verified", "the digest is the trainer's"),
     ),
 )

@@ -104,7 +104,7 @@ class AgentPool:
             self._joined.set()
 
     def _join(self, client: AgentClient, info: ExecutorInfo) -> None:
-        executor = Executor(info.executor_id, info.kind, client)
+        executor = Executor(info.executor_id, info.kind, client, info.relay)
         self._fleet.join(executor, info.max_concurrency)
         self._on_join(executor)
 

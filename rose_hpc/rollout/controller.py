@@ -32,6 +32,7 @@ from rose_hpc.rollout.api import control_app
 from rose_hpc.rollout.background import Background, uninterrupted
 from rose_hpc.rollout.collector import Collector, TurnForm
 from rose_hpc.rollout.delivery import Delivery
+from rose_hpc.rollout.distribution import Distribution, Place
 from rose_hpc.rollout.fleet import Fleet
 from rose_hpc.rollout.run_loop import LoopParts, Progress, RunLoop, check_record
 from rose_hpc.rollout.scheduler import RolloutScheduler
@@ -42,10 +43,12 @@ from rose_hpc.rollout.workers import WorkerPool
 STOP_DEADLINE_S = 5.0
 
 
-class RelayRole(Section):
-    """One relay, by MPI rank: a source, or the sink that feeds the executors of one kind."""
+class RelayPlace(Section):
+    """Where a relay stands: a trainer's node with its ranks, or the node whose arena feeds the executors of one kind."""
 
-    role: Literal["source", "sink"]
+    partition: str
+    node: str
+    ranks: tuple[int, ...] = ()
     feeds: Literal["dedicated", "opportunistic"] | None = None
 
 
@@ -60,7 +63,7 @@ class ControllerSpec(Section):
     model_dir: Path
     attempt: int
     started_s: float
-    relays: list[RelayRole]
+    relays: dict[str, RelayPlace]
     dedicated: int
     opportunistic: int
     config: RunConfig
@@ -76,7 +79,7 @@ class Controller:
         self._arrivals: asyncio.Queue[AgentUp] = asyncio.Queue()
         self._metrics = MetricsClient(spec.run_dir, spec.attempt)
         self._trainers = [f"trainer-{r}" for r in range(self._config.train.ranks)]
-        self._relays = {f"relay-{r}": relay for r, relay in enumerate(spec.relays)}
+        self._places = {name: Place(p.partition, p.node, p.ranks, p.feeds) for name, p in spec.relays.items()}
 
     async def run(self) -> None:
         """From start to stop. Raises RoseError."""
@@ -118,7 +121,9 @@ class Controller:
         await loop.run(first_step, version)
 
     async def _gather_workers(self) -> dict[str, WorkerUp]:
-        return await self._workers.wait_for([*self._trainers, *self._relays], self._config.control.start_deadline_s)
+        """Greetings of all that training needs: a relay of a lent node may come later."""
+        relays = [name for name, place in self._places.items() if place.feeds != "opportunistic"]
+        return await self._workers.wait_for([*self._trainers, *relays], self._config.control.start_deadline_s)
 
     async def _gather_executors(self, agents: AgentPool) -> None:
         """Wait for all dedicated executors, and for a while for the opportunistic ones: those that are late join later."""
@@ -140,9 +145,9 @@ class Controller:
         return max(step, 0), max(version, 0)
 
     def _version_sync(self) -> VersionSync:
-        sources = [name for name, relay in self._relays.items() if relay.role == "source"]
-        sinks = {name: relay.feeds for name, relay in self._relays.items() if relay.feeds is not None}
-        return VersionSync(self._workers, self._trainers, sources, sinks, self._metrics, self._config.weights.deadline_s)
+        weights = self._config.weights
+        distribution = Distribution(self._workers, self._places, self._metrics, weights.deadline_s, weights.retained_versions)
+        return VersionSync(self._workers, self._trainers, distribution, self._metrics, weights.deadline_s)
 
     def _loop_and_delivery(self) -> tuple[RunLoop, Delivery]:
         delivery = Delivery(self._fleet, self._version_sync(), self._background)

@@ -21,11 +21,12 @@ FAILURES_BEFORE_LEAVING = 3  # trajectories that lost a turn in a row, after whi
 
 @dataclass(frozen=True)
 class Executor:
-    """An executor as the controller reaches it. kind: "dedicated" or "opportunistic"."""
+    """An executor as the controller reaches it. kind: "dedicated" or "opportunistic"; relay: whose arena it loads from."""
 
     executor_id: str
     kind: str
     client: AgentClient
+    relay: str = ""
 
 
 class FleetListener(Protocol):

@@ -1,17 +1,16 @@
-"""One policy version's way from the trainer to every executor: publish → transfer → apply. Verified at each receiver.
+"""One policy version's way from the trainer to every executor: publish → distribute → apply. Verified at each receiver.
 
-    ranks write their shards           VersionWritten, digests add up to the image's
-    relays carry it to the sinks       VersionTransferred, the digest recomputed over what arrived
-    executors load it                  UpdateResult, the digest recomputed over what was loaded
+    ranks write their streams          VersionWritten, digests add up to the image's
+    arenas of dedicated executors      waited for (distribution.py)
+    dedicated executors load it        waited for: UpdateResult, proven by what the engine runs
+    arenas of opportunistic ones       `SinkFollower`, one per arena, at its own pace
+    opportunistic executors            `Follower`, one per executor, at its own pace
 
-Dedicated executors are waited for. Opportunistic ones follow on their own (`Follower`): training never waits for one, and one
-that is late, or gone, receives no turns until it has applied what is required.
+Training never waits for an opportunistic arena or executor; one that is late, or gone, receives no turns until it has applied what
+is required.
 
-A digest that does not match is recorded and the version is sent once more, whole, as a new generation; a second mismatch
-ends the run. A version counts as verified only when every receiver that holds it has recomputed the trainer's digest.
-
-Each transfer gives a row of the table `syncs` per sink, which carries the bytes, whether anyone follows from that arena or not;
-each update gives a row per executor, which carries none: it had them from the sink.
+Each stage of a transfer gives a row of the table `syncs` per sink, which carries the bytes; each update gives a row per executor,
+which carries none: it had them from the arena.
 """
 
 from __future__ import annotations
@@ -22,22 +21,23 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rose_hpc.errors import DigestMismatch, RoseError
-from rose_hpc.messages import PublishVersion, TransferVersion, UpdateRequest, UpdateResult, VersionTransferred, VersionWritten
+from rose_hpc.errors import DigestMismatch, RoseError, RunFailed, TransferTimeout
+from rose_hpc.messages import PublishVersion, UpdateRequest, UpdateResult, VersionWritten
 from rose_hpc.metrics.writer import MetricsClient
 from rose_hpc.rollout.background import Background
 from rose_hpc.rollout.client import ExecutorError
+from rose_hpc.rollout.distribution import NOTHING, Distribution, Published
 from rose_hpc.rollout.fleet import Executor
 from rose_hpc.rollout.workers import WorkerPool
 from rose_hpc.weights.digest import combine
 
-TRANSFERS = 2  # tries of one version
 REFUSED = 409  # status of an update that does not fit the executor's state, such as a version that its arena holds no more
+SINK_RETRY_S = 0.5
 
 
 @dataclass(frozen=True)
 class Delivered:
-    """A version as it lies verified in one sink's arena."""
+    """A version as it lies verified in an arena."""
 
     version: int
     digest: int
@@ -45,7 +45,7 @@ class Delivered:
 
 @dataclass(frozen=True)
 class SyncResult:
-    """One version, now serving on every dedicated executor. wire_bytes: received by all sinks together, in all tries."""
+    """One version, now serving on every dedicated executor. wire_bytes: received by their arenas together, in all tries."""
 
     version: int
     digest: int
@@ -54,39 +54,44 @@ class SyncResult:
 
 
 class VersionSync:
-    """Brings versions to the sinks and on to the executors; owns the generation counter.
+    """Publishes versions and has executors apply them. deadline_s: for a publication or an update.
 
-    latest: what lies in the arena that feeds a kind of executor. newest: the version that `sync` was last asked for; from then on
-    the sinks may drop older ones.
-    sinks: relay → kind of the executors that its arena feeds. deadline_s: for one transfer or one update.
+    latest: relay → what lies in its arena. newest: what was published last.
     """
 
     def __init__(
-        self,
-        workers: WorkerPool,
-        trainers: Sequence[str],
-        sources: Sequence[str],
-        sinks: dict[str, str],
-        metrics: MetricsClient,
-        deadline_s: float,
+        self, workers: WorkerPool, trainers: Sequence[str], distribution: Distribution, metrics: MetricsClient, deadline_s: float
     ) -> None:
-        self._workers, self._metrics, self._deadline_s = workers, metrics, deadline_s
-        self._trainers, self._sources, self._sinks = trainers, sources, sinks
-        self._generation = 0
+        self._workers, self._trainers, self._metrics, self._deadline_s = workers, trainers, metrics, deadline_s
+        self.distribution = distribution
         self.latest: dict[str, Delivered] = {}
-        self.newest = -1
+        self.newest: Delivered | None = None
 
     async def sync(self, version: int, dedicated: Sequence[Executor]) -> SyncResult:
-        """Publish, transfer, and apply on the dedicated executors. Raises DigestMismatch, RunFailed, ExecutorError."""
-        start, self.newest = time.monotonic(), version
+        """Publish, distribute, and apply on the dedicated executors. Raises DigestMismatch, TransferTimeout, RunFailed, ExecutorError."""
+        start = time.monotonic()
+        delivered = await self._publish(version)
+        sinks = self.distribution.sinks("dedicated")
+        wire_bytes = await self.distribution.bring(sinks, version)
+        self.latest.update(dict.fromkeys(sinks, delivered))
+        await asyncio.gather(*(self.apply(executor, delivered) for executor in dedicated))
+        return SyncResult(version, delivered.digest, wire_bytes, time.monotonic() - start)
+
+    async def _publish(self, version: int) -> Delivered:
         written = await self._workers.call(self._trainers, lambda i: PublishVersion(i, version), VersionWritten, self._deadline_s)
+        bases = {w.base for w in written.values()}
         digest = combine([w.digest for w in written.values()])
-        image_bytes = sum(w.shard_bytes for w in written.values())
-        wire_bytes = await self._transfer(version, digest, image_bytes)
-        for kind in self._sinks.values():
-            self.latest[kind] = Delivered(version, digest)
-        await asyncio.gather(*(self.apply(executor, self.latest[executor.kind]) for executor in dedicated))
-        return SyncResult(version, digest, wire_bytes, time.monotonic() - start)
+        self.distribution.publish(
+            Published(
+                version=version,
+                base=bases.pop() if len(bases) == 1 else NOTHING,
+                digest=digest,
+                image_bytes=sum(w.shard_bytes for w in written.values()),
+                streams={rank: written[trainer].streams for rank, trainer in enumerate(self._trainers)},
+            )
+        )
+        self.newest = Delivered(version, digest)
+        return self.newest
 
     async def apply(self, executor: Executor, delivered: Delivered) -> None:
         """Have one executor load what lies in its arena, and record it.
@@ -109,60 +114,63 @@ class VersionSync:
             version=delivered.version,
             time_s=time.time(),
             receiver=executor_id,
+            how=update.how,
             wire_bytes=0,
             image_bytes=0,
             transfer_s=math.nan,
             apply_s=update.apply_s,
             pause_s=update.pause_s,
+            changes=update.changed,
             digest=update.digest,
+            proof=update.proof,
             verified=int(update.digest == delivered.digest),
         )
 
-    def _record_arrival(self, sink: str, reply: VersionTransferred, version: int, image_bytes: int, digest: int) -> None:
-        self._metrics.record(
-            "syncs",
-            version=version,
-            time_s=time.time(),
-            receiver=sink,
-            wire_bytes=reply.received_bytes,
-            image_bytes=image_bytes,
-            transfer_s=reply.transfer_s,
-            apply_s=math.nan,
-            pause_s=math.nan,
-            digest=reply.digest,
-            verified=int(reply.verified and reply.digest == digest),
-        )
+    def event(self, kind: str, subject: str, detail: str) -> None:
+        """A row of the table `events`."""
+        self._metrics.record("events", time_s=time.time(), kind=kind, subject=subject, detail=detail)
 
-    async def _transfer(self, version: int, digest: int, image_bytes: int) -> int:
-        """Bytes that all sinks received, in all tries. Raises DigestMismatch when the last try did not verify."""
-        wire_bytes = 0
-        for attempt in range(TRANSFERS):
-            arrived = await self._transfer_once(version, digest)
-            wire_bytes += sum(reply.received_bytes for reply in arrived.values())
-            for sink, reply in arrived.items():
-                self._record_arrival(sink, reply, version, image_bytes, digest)
-            wrong = [sink for sink, reply in arrived.items() if not (reply.verified and reply.digest == digest)]
-            if not wrong:
-                return wire_bytes
-            detail = f"version {version}, try {attempt + 1}: expected {digest:016x}"
-            for sink in wrong:
-                self._metrics.record("events", time_s=time.time(), kind="digest_mismatch", subject=sink, detail=detail)
-        raise DigestMismatch(
-            f"version {version} arrived damaged {TRANSFERS} times",
-            got=f"at {', '.join(wrong)}",
-            expected=f"digest {digest:016x}",
-            remedy="check this node's memory and network",
-        )
 
-    async def _transfer_once(self, version: int, digest: int) -> dict[str, VersionTransferred]:
-        """One generation: every relay plays its part; what the sinks report."""
-        self._generation += 1
-        generation = self._generation
-        relays, deadline_s = [*self._sources, *self._sinks], 2 * self._deadline_s
-        replies = await self._workers.call(
-            relays, lambda i: TransferVersion(i, generation, version, digest), VersionTransferred, deadline_s
-        )
-        return {sink: replies[sink] for sink in self._sinks}
+class SinkFollower:
+    """Keeps the arena of one opportunistic relay as new as it can be; skips versions that came and went meanwhile.
+
+    waiting ──wake──▶ bringing newest ──ok──▶ on_arrival(relay), waiting
+                            └──failed──▶ event, a pause, bringing what is newest then
+
+    A relay that is not there yet, or has gone, costs a look every half second and nothing else.
+    """
+
+    def __init__(self, relay: str, sync: VersionSync, background: Background, on_arrival: Callable[[str], None]) -> None:
+        self._relay, self._sync, self._on_arrival = relay, sync, on_arrival
+        self._wake = asyncio.Event()
+        self._task = background.spawn(self._follow(), f"bringing versions to {relay}")
+
+    def wake(self) -> None:
+        """A newer version was published."""
+        self._wake.set()
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _follow(self) -> None:
+        while True:
+            newest = self._sync.newest
+            if newest is None or self._sync.latest.get(self._relay) == newest:
+                await self._wake.wait()
+                self._wake.clear()
+                continue
+            if not self._sync.distribution.is_up(self._relay):
+                await asyncio.sleep(SINK_RETRY_S)
+                continue
+            try:
+                await self._sync.distribution.bring([self._relay], newest.version)
+            except (TransferTimeout, DigestMismatch, RunFailed) as error:
+                self._sync.event("arena_late", self._relay, str(error))
+                await asyncio.sleep(SINK_RETRY_S)
+                continue
+            self._sync.latest[self._relay] = newest
+            self._on_arrival(self._relay)
 
 
 class Follower:
@@ -216,4 +224,5 @@ class Follower:
 
     def _is_superseded(self, delivered: Delivered, error: RoseError) -> bool:
         refused = isinstance(error, ExecutorError) and error.status == REFUSED
-        return self._next is not None or (refused and self._sync.newest > delivered.version)
+        newest = self._sync.newest
+        return self._next is not None or (refused and newest is not None and newest.version > delivered.version)

@@ -20,6 +20,10 @@ from rose_hpc.messages import Command, Reply, Stop, WorkerFailed, WorkerUp
 R = TypeVar("R")
 
 
+class NoReply(RunFailed):
+    """A worker did not answer within the deadline; it may be dead, or be restarted and greet again."""
+
+
 class _Worker:
     """One worker: its greeting, the command it has yet to answer, and the wake-up of its poll."""
 
@@ -96,12 +100,17 @@ class WorkerPool:
         self._raise_failure()
         return {worker_id: self._workers[worker_id].hello for worker_id in worker_ids}
 
+    def greeting(self, worker_id: str) -> WorkerUp | None:
+        """The worker's latest greeting; a restarted worker has given a new one. None while it has not said hello."""
+        worker = self._workers.get(worker_id)
+        return None if worker is None else worker.hello
+
     async def call(
         self, worker_ids: Collection[str], command: Callable[[int], Command], reply_type: type[R], deadline_s: float
     ) -> dict[str, R]:
         """Give each worker the command and gather the replies.
 
-        command: call id → message. Raises RunFailed: deadline passed, or a worker failed, now or since the last call (UsageError
+        command: call id → message. Raises NoReply: deadline passed; RunFailed: a worker failed, now or since the last call (UsageError
         where it says so).
         """
         self._raise_failure()
@@ -112,7 +121,7 @@ class WorkerPool:
                 raise error
         if pending:
             late = sorted(w for w, f in futures.items() if f in pending)
-            raise RunFailed(
+            raise NoReply(
                 "workers did not reply", got=f"nothing from {', '.join(late)} in {deadline_s:g} s", remedy="see logs/ in the run folder"
             )
         return {w: _typed(w, f.result(), reply_type) for w, f in futures.items()}

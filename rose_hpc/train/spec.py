@@ -27,6 +27,7 @@ class TrainerSpec(Section):
     temperature: float = Field(..., gt=0, description="the engines sample at this temperature")
     wire_dtype: Dtype
     retained_versions: int = Field(..., ge=2)
+    bucket_bytes: int = Field(..., ge=4096)
     seed: int = Field(..., ge=0)
     resume: bool = Field(..., description="start from the newest complete checkpoint, where there is one")
     lease_ttl_s: float = Field(..., gt=0)

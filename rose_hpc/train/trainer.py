@@ -54,7 +54,16 @@ def _run(spec: TrainerSpec) -> None:
 
 
 def _publisher(spec: TrainerSpec, policy: nn.Module) -> WeightPublisher:
-    return WeightPublisher(policy, spec.arena, spec.rank, spec.world_size, spec.wire_dtype, spec.retained_versions)
+    return WeightPublisher(
+        policy,
+        spec.arena,
+        spec.rank,
+        spec.world_size,
+        spec.wire_dtype,
+        spec.retained_versions,
+        spec.bucket_bytes,
+        threads=spec.train.threads,
+    )
 
 
 def _exit_once(signum: int, frame: FrameType | None) -> None:

@@ -85,7 +85,8 @@ class TrainerRank:
     def _publish(self, command: PublishVersion) -> VersionWritten:
         start = time.perf_counter()
         shard = self._publisher.publish(command.version)
-        return VersionWritten(command.version, shard.digest, shard.shard_bytes, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        return VersionWritten(command.version, shard.digest, shard.shard_bytes, seconds, shard.base, dict(shard.stream_bytes))
 
     def _save(self, command: SaveCheckpoint) -> CheckpointSaved:
         start = time.perf_counter()

@@ -1,178 +1,282 @@
-"""Node-local home of policy versions, outside every process: files in shared memory that outlive who wrote them.
+"""Node-local home of the policy, outside every process: one image, changed in place, and the deltas that lead to it.
 
     ARENA/ (mode 0700)
-      layout.json            the image layout, written once
-      v7.img                 the image of version 7; sparse where this node holds only some slices
-      v7.shard0.json         trainer side: rank 0's slices of version 7 are complete (runs, digest)
-      v7.json                commit record: the image is complete and verified; appears by rename, last of all
+      layout.json       the image layout, written once, last of all: with it the arena exists
+      image             the policy's bits, image_bytes, every block allocated
+      state.json        which version the image is, its digest, whether that was proved
+      image.lock        shared: the image stands still for me; exclusive: nobody looks while I change it
+      journal           redo journal of an apply (arena_journal.py)
+      plan.bin          bucket_bytes and the routing plan
+      v7/               buckets and records of version 7 (delta_store.py)
 
-Invariants
-- A version is visible (`record`, `map_version`) only when its commit record exists: SIGKILL at any instant leaves a version
-  either committed and whole, or absent.
-- A committed image is never written again; `prune` unlinks it, and a reader that has it mapped keeps what it maps.
-- Writes go through pwrite, never through a mapping: on a full file system pwrite raises an error, a store to a mapped page
-  ends the process with SIGBUS.
+State of the image, on a sink's node
 
-It does not move bytes between nodes (relay.py) and does not know tensors (publisher.py, vllm_backend.py).
+             begin_keyframe                 write_dense …, finish_keyframe(v)
+      any ──────────────────▶ −1 (nothing) ──────────────────────────────────▶ v
+                                                                              │ apply(v+1)   again and again
+                                                                              ▼
+                                                          v+1, verified where the digest is the record's
+
+Invariants (tested by SIGKILL at every line)
+- state.version ≥ 0 and no apply is under way ⇒ the image is that version to the last bit and state.digest is its digest.
+- An apply that a SIGKILL interrupted is finished by whoever next takes the lock, either way, or calls `recover`: nobody who
+  holds the lock ever sees an image between two versions.
+- A payload that cannot be decoded makes the image nothing (−1), never something else: a keyframe heals it.
+- A full file system raises EnvironmentFault and leaves the arena as it was.
+- Only names inside the folder are used: arenas of one run, or of several, share nothing.
+
+One process at a time stores, applies and prunes (the node's relay); any number read under `reading`. On a TRAINER's node it
+is the other way round: the publishers of several ranks each write their own runs of the image at once, under the SHARED lock,
+and a relay that reads the image for a keyframe takes the EXCLUSIVE one. There state stays −1 and `shards` tell the versions.
+
+It does not move bytes between nodes (relay.py) and does not know tensors (publisher.py, vllm_backend.py). It is not safe
+against loss of power: shared memory does not survive that.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import re
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rose_hpc.errors import EnvironmentFault, LayoutError, WeightsError
-from rose_hpc.weights.layout import ImageLayout, Run, from_json, to_json
+from rose_hpc.errors import WeightsError
+from rose_hpc.weights import wire
+from rose_hpc.weights.arena_apply import Applied, DeltaApply, Undo, changed_lanes
+from rose_hpc.weights.arena_folder import EMPTY, NOTHING, ArenaState, create_folder, open_folder
+from rose_hpc.weights.arena_image import LOCK_DEADLINE_S, ArenaImage
+from rose_hpc.weights.arena_journal import JournalWriter
+from rose_hpc.weights.arena_keyframe import Keyframe
+from rose_hpc.weights.bucket_plan import check_delta, sorted_streams
+from rose_hpc.weights.delta_store import DamagedBucket, DeltaRecord, ShardRecord, check_shard, delta_bytes
+from rose_hpc.weights.digest import digest_runs
+from rose_hpc.weights.layout import ImageLayout
+from rose_hpc.weights.wire import BucketHeader
 
-_COMMIT = re.compile(r"v(\d+)\.json")
-
-
-@dataclass(frozen=True)
-class VersionRecord:
-    """A committed version and the digest of its whole image."""
-
-    version: int
-    digest: int
-
-
-@dataclass(frozen=True)
-class ShardRecord:
-    """What one trainer rank wrote of a version: its runs of the image and their digest."""
-
-    version: int
-    rank: int
-    digest: int
-    runs: tuple[Run, ...]
+__all__ = ["NOTHING", "Applied", "Arena", "ArenaState", "DamagedBucket", "DeltaRecord", "ShardRecord", "Undo"]
 
 
-class Arena:
-    """One arena folder. Use `create` on the writing side and `open` on the reading side."""
+class Arena(ArenaImage):
+    """One arena folder. Use `create` where it may not exist yet and `open` elsewhere."""
 
-    def __init__(self, path: Path, layout: ImageLayout) -> None:
-        self.path, self.layout = path, layout
+    def __init__(self, path: Path, layout: ImageLayout, threads: int) -> None:
+        """Not for callers: the folder must be complete."""
+        super().__init__(path, layout, threads)
+        self._keyframe: Keyframe | None = None
+
+    # ── life ──
 
     @classmethod
-    def create(cls, path: Path, layout: ImageLayout) -> Arena:
-        """Make the folder, or join one that holds the same layout. Raises LayoutError when it holds another."""
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not (path / "layout.json").exists():
-            _write(path / "layout.json", to_json(layout))
-        found = from_json((path / "layout.json").read_text())
-        if found.fingerprint != layout.fingerprint:
-            raise LayoutError(f"{path} holds another layout", got=found.fingerprint[:12], expected=layout.fingerprint[:12])
-        return cls(path, found)
+    def create(cls, path: Path, layout: ImageLayout, deadline_s: float = LOCK_DEADLINE_S, threads: int = 1) -> Arena:
+        """Make the arena, or join one that holds the same layout. threads: for keyframes (write_dense, digest) in this process.
+
+        Raises LayoutError when it holds another layout or the layout is empty, EnvironmentFault when there is no room (then
+        there is no arena), TransferTimeout when somebody else is making it for longer than deadline_s.
+        """
+        create_folder(path, layout, deadline_s)
+        return cls(path, layout, threads)
 
     @classmethod
-    def open(cls, path: Path, deadline_s: float = 0.0) -> Arena:
-        """Open an existing arena, waiting up to deadline_s for its layout. Raises WeightsError when there is none."""
-        end = time.monotonic() + deadline_s
-        while not (path / "layout.json").exists():
-            if time.monotonic() >= end:
-                raise WeightsError("no arena here", got=f"{path} without layout.json after {deadline_s:g} s")
-            time.sleep(0.02)
-        return cls(path, from_json((path / "layout.json").read_text()))
+    def open(cls, path: Path, deadline_s: float = 0.0, threads: int = 1) -> Arena:
+        """Open an existing arena, waiting up to deadline_s for it. Raises WeightsError when there is none."""
+        return cls(path, open_folder(path, deadline_s), threads)
 
-    # ── writing ──
+    # ── deltas ──
 
-    def reserve(self, version: int, nbytes: int | None = None) -> None:
-        """Make room for a version's image (all of it, or nbytes of a sparse one). Raises EnvironmentFault when there is none."""
-        wanted = self.layout.image_bytes if nbytes is None else nbytes
-        room = os.statvfs(self.path)
-        if room.f_bavail * room.f_frsize < wanted:
-            raise EnvironmentFault(
-                f"the file system of {self.path} is too small for a policy version",
-                got=f"{room.f_bavail * room.f_frsize} bytes free",
-                expected=f"{wanted} bytes",
-                remedy="enlarge it, point weights.arena_root elsewhere, or lower weights.retained_versions",
-            )
-        with self._image_file(version) as fd:
-            os.ftruncate(fd, self.layout.image_bytes)
+    def store_bucket(self, version: int, message: bytes | memoryview) -> BucketHeader:
+        """Keep one bucket of a delta, once it was checked. Storing it again changes nothing.
 
-    def write(self, version: int, run: Run, content: memoryview | bytes | NDArray[np.uint8]) -> None:
-        """Store one run of an uncommitted version. Raises WeightsError: outside the image, wrong size, or already committed."""
-        view = memoryview(content).cast("B")
-        if run.offset_bytes < 0 or run.end_bytes > self.layout.image_bytes or view.nbytes != run.nbytes:
+        Its base must be the image's version, or a stored delta's that leads there; where the image is nothing any base will do.
+        Raises WeightsError: not whole, not of this plan or version, a keyframe's, or of a delta that does not follow;
+        EnvironmentFault: no room, and the arena is as it was.
+        """
+        header, _ = wire.unpack(message)
+        check_delta(self._buckets(), header, version)
+        if not self._store.has(header):
+            self._check_follows(version, header.base)
+            self._store.store(header, message)
+        return header
+
+    def _check_follows(self, version: int, base: int) -> None:
+        here = self.state().version
+        found = base
+        while found > here != NOTHING:
+            record = self._store.delta(found)
+            if record is None:
+                break
+            found = record.base
+        if here not in (found, NOTHING):
             raise WeightsError(
-                "write outside the image", got=f"{run}, {view.nbytes} bytes", expected=f"inside {self.layout.image_bytes} bytes"
+                f"version {version} does not follow from what is here",
+                got=f"its base is version {base}",
+                expected=f"version {here}, which the image is",
+                remedy="fetch the deltas between, or a keyframe",
             )
-        if self.record(version) is not None:
-            raise WeightsError(f"version {version} is committed and cannot be written again")
-        with self._image_file(version) as fd:
-            done = 0
-            while done < run.nbytes:
-                done += os.pwrite(fd, view[done:], run.offset_bytes + done)
 
-    def complete_shard(self, shard: ShardRecord) -> None:
-        """Trainer side: this rank's slices of the version are all written."""
-        runs = [[r.offset_bytes, r.nbytes] for r in shard.runs]
-        _write(self.path / f"v{shard.version}.shard{shard.rank}.json", json.dumps({"digest": shard.digest, "runs": runs}))
+    def stored(self, version: int) -> dict[int, set[int]]:
+        """Stream → indices of its stored buckets; a stream without any is left out."""
+        return self._store.stored(version, self._buckets())
 
-    def commit(self, version: int, digest: int) -> None:
-        """The image is whole and verified: make it visible."""
-        _write(self.path / f"v{version}.json", json.dumps({"version": version, "digest": digest}))
+    def missing(self, version: int, streams: Sequence[int]) -> list[tuple[int, int]]:
+        """(stream, index) of every bucket of these streams that is not stored, in order. Raises WeightsError: no such stream."""
+        plan, stored = self._buckets(), self.stored(version)
+        wanted = sorted_streams(plan, streams)
+        return [(s, i) for s in wanted for i in range(plan.counts[s]) if i not in stored.get(s, ())]
 
-    def discard(self, version: int) -> None:
-        """Drop a version, committed or not; the commit record goes first."""
-        for path in (self.path / f"v{version}.json", *sorted(self.path.glob(f"v{version}.*"))):
-            path.unlink(missing_ok=True)
+    def bucket(self, version: int, stream: int, index: int) -> memoryview | None:
+        """One stored message, verbatim, read-only; None while it is not here. It stays readable after `prune`.
 
-    def prune(self, keep: int) -> None:
-        """Keep the newest `keep` versions of those present."""
-        present = {int(m[1]) for p in self.path.iterdir() if (m := re.match(r"v(\d+)\.", p.name))}
-        for version in sorted(present)[:-keep]:
-            self.discard(version)
+        Raises WeightsError when the plan has no such bucket.
+        """
+        self._buckets().check_place(stream, index)
+        return self._store.bucket(version, stream, index)
 
-    # ── reading ──
+    def commit_delta(self, version: int, base: int, digest: int, streams: Sequence[int]) -> None:
+        """All buckets of these streams are here: record it. digest: the trainer's, of these streams at this version.
 
-    def record(self, version: int) -> VersionRecord | None:
-        """The commit record, or None while the version is not complete here."""
-        try:
-            tree = json.loads((self.path / f"v{version}.json").read_text())
-        except FileNotFoundError:
-            return None
-        return VersionRecord(int(tree["version"]), int(tree["digest"]))
+        Raises WeightsError when buckets are missing or start from another base, or when the delta does not follow from what is here.
+        """
+        plan, record = self._buckets(), self.delta(version)
+        wanted = sorted_streams(plan, streams)
+        if record is not None and (record.base, record.digest, record.streams) == (base, digest, wanted):
+            return
+        self._check_follows(version, base)
+        if missing := self.missing(version, wanted):
+            raise WeightsError(f"version {version} is not complete", got=f"{len(missing)} buckets missing, the first {missing[0]}")
+        nbytes = delta_bytes(self._store, plan, version, base, wanted)
+        self._store.commit(DeltaRecord(version, base, digest, wanted, nbytes))
 
-    def versions(self) -> list[int]:
-        """Committed versions, oldest first."""
-        return sorted(int(m[1]) for p in self.path.iterdir() if (m := _COMMIT.fullmatch(p.name)))
+    def delta(self, version: int) -> DeltaRecord | None:
+        """The record of a complete delta, or None."""
+        return self._store.delta(version)
+
+    def changed_lanes(self, from_version: int, to_version: int) -> NDArray[np.int64] | None:
+        """Image lanes, int64, increasing, that the deltas between two versions write; None where the chain is not all here.
+
+        A lane that was changed and changed back is among them; of a bucket that travelled dense, all lanes are.
+        """
+        return changed_lanes(self._store, self._decoders(), from_version, to_version)
+
+    # ── apply ──
+
+    def apply(self, version: int, deadline_s: float, collect: bool = False) -> Applied:
+        """Bring the image to this version, in place, while nobody reads. deadline_s: longest wait for the lock.
+
+        An image that is this version already is left alone: changes=0. The state is verified afterwards where the digest is the
+        record's; where it is not, the delta's record is withdrawn. Raises WeightsError (no such delta, another base, damaged
+        buckets: the image is untouched; payload that cannot be decoded: it is nothing, −1), TransferTimeout.
+        """
+        with self.writing(deadline_s):
+            state, covers = self._state.read()
+            if state.version == version:
+                return Applied(state.digest, 0)
+            record = self._applicable(version, state, covers)
+            try:
+                delta = DeltaApply(self._store, self._decoders(), record)
+            except DamagedBucket as damage:
+                self._store.drop_bucket(version, *damage.place)
+                raise
+            try:
+                applied = delta.run(self.image(writable=True), JournalWriter(self._journal()), state.digest, collect)
+            except WeightsError:
+                self._give_up()
+                raise
+            self._settle(record, applied)
+            return applied
+
+    def _applicable(self, version: int, state: ArenaState, covers: str) -> DeltaRecord:
+        record = self.delta(version)
+        if record is None:
+            raise WeightsError(
+                f"version {version} is not complete here",
+                got=f"no record of its delta; the image is version {state.version}",
+                expected="commit_delta first",
+            )
+        if record.base != state.version:
+            raise WeightsError(
+                f"version {version} does not follow from what is here",
+                got=f"its base is version {record.base}",
+                expected=f"version {state.version}, which the image is",
+                remedy="apply the deltas between, or fetch a keyframe",
+            )
+        if self._buckets().covers(record.streams) != covers:
+            raise WeightsError(
+                f"version {version} covers other bytes than the image holds", got=f"streams {record.streams[:8]}", remedy="fetch a keyframe"
+            )
+        return record
+
+    # ── keyframes ──
+
+    def begin_keyframe(self, deadline_s: float = LOCK_DEADLINE_S) -> None:
+        """From here on the image is nothing, until `finish_keyframe`. Raises TransferTimeout when readers do not leave."""
+        decoders = self._decoders()
+        with self.writing(deadline_s):
+            self._state.write(EMPTY, "")
+        self._keyframe = Keyframe(decoders)
+
+    def write_dense(self, message: bytes | memoryview, version: int | None = None) -> BucketHeader:
+        """One bucket of the keyframe into the image; in any order, again if need be. version: must be the message's, if given.
+
+        Raises WeightsError: no keyframe was begun by this object, not whole, not of this plan, another version than before.
+        """
+        return self._begun().write(message, version, self.image(writable=True))
+
+    def finish_keyframe(self, version: int, digest: int, deadline_s: float = LOCK_DEADLINE_S) -> ArenaState:
+        """The image is this version: its streams are digested in full. digest: the trainer's, of these streams.
+
+        Raises WeightsError when buckets of a stream are missing, TransferTimeout.
+        """
+        keyframe = self._begun()
+        streams = keyframe.streams(version)
+        found = digest_runs(self.image(), keyframe.plan.runs(streams), self._threads)
+        state = ArenaState(version, found, found == digest)
+        with self.writing(deadline_s):
+            self._state.write(state, keyframe.plan.covers(streams))
+        self._keyframe = None
+        return state
+
+    def _begun(self) -> Keyframe:
+        if self._keyframe is None or self._keyframe.plan is not self._buckets():
+            raise WeightsError(
+                "no keyframe is under way", got="none was begun here since the plan was set", remedy="begin_keyframe comes first"
+            )
+        return self._keyframe
+
+    # ── trainer side ──
+
+    def record_shard(self, shard: ShardRecord) -> None:
+        """One rank's part of a version is published. Raises WeightsError for a rank or streams that cannot be."""
+        check_shard(self._buckets(), shard)
+        self._store.record_shard(shard)
 
     def shards(self, version: int) -> list[ShardRecord]:
-        """Trainer side: the complete shards of a version on this node, by rank."""
-        return sorted((_read_shard(p, version) for p in self.path.glob(f"v{version}.shard*.json")), key=lambda s: s.rank)
+        """The published shards of a version on this node, by rank."""
+        return self._store.shards(version)
 
-    def map_version(self, version: int, committed: bool = True) -> NDArray[np.uint8]:
-        """The image, read-only, uint8 [image_bytes]; it stays valid after `prune`. Raises WeightsError when it is not there."""
-        if committed and self.record(version) is None:
-            raise WeightsError(f"version {version} is not committed in {self.path}", got=f"versions {self.versions()}")
-        return np.memmap(self.path / f"v{version}.img", np.uint8, "r", shape=(self.layout.image_bytes,))
+    def newest_shards(self) -> list[ShardRecord]:
+        """Each rank's newest shard on this node, by rank."""
+        newest = {shard.rank: shard for version in self._store.versions() for shard in self.shards(version)}
+        return [newest[rank] for rank in sorted(newest)]
 
-    @contextlib.contextmanager
-    def _image_file(self, version: int) -> Iterator[int]:
-        fd = os.open(self.path / f"v{version}.img", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
+    # ── retention ──
 
+    def versions(self) -> list[int]:
+        """Versions that are complete here, oldest first: recorded deltas, and on a trainer's node those with a shard."""
+        return [version for version, is_complete in self._store.versions().items() if is_complete]
 
-def _read_shard(path: Path, version: int) -> ShardRecord:
-    tree = json.loads(path.read_text())
-    rank = int(path.name.split(".shard")[1].removesuffix(".json"))
-    return ShardRecord(version, rank, int(tree["digest"]), tuple(Run(int(o), int(n)) for o, n in tree["runs"]))
+    def prune(self, keep: int) -> None:
+        """Keep the newest `keep` complete versions and what is newer than all of them (it is being received).
 
+        The delta of an interrupted apply is always kept.
+        """
+        if keep < 0:
+            raise WeightsError("cannot keep less than nothing", got=keep)
+        self._store.prune(keep, spared=[self._journal().newest().version])
 
-def _write(path: Path, text: str) -> None:
-    """Appear by rename; several writers of the same content may race."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    temporary.chmod(0o600)
-    temporary.replace(path)
+    def discard(self, version: int) -> None:
+        """Drop a version, complete or not. Raises WeightsError for the delta of an interrupted apply: `recover` first."""
+        mark = self._journal().newest()
+        if mark.is_active and mark.version == version:
+            raise WeightsError(f"version {version} is being applied", remedy="recover first")
+        self._store.discard(version)

@@ -1,59 +1,88 @@
 """Order-independent digest of a policy's bits. Pure.
 
-    digest = Σ over elements of mix(global index, bits)   mod 2^64
+    digest = Σ over lanes of fin(lane_index << 16 | lane_bits)   mod 2^64
 
-A sum adds up over ANY sharding, so trainer ranks digest their own slices and nobody needs the whole tensor; a receiver that
-holds other slices, or all of them, gets the same total exactly when every bit is the same (but for chance, 2^-64).
-mix is two rounds of the 64-bit finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): the first over the index, the second
-over that and the bits, so that swapped elements and moved blocks change the sum.
+A LANE is one uint16 of the image (lane index = byte offset / 2). A sum adds up over ANY sharding, so trainer ranks digest their
+own slices and nobody needs the whole tensor; it changes by fin(new) − fin(old) per changed lane, so what a delta does to it costs
+the delta's changes, not the image. fin is the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), a bijection of 64-bit
+words: one changed lane always changes the sum. Lane indices stay below 2^48.
 
+`reference_digest` is the definition, in numpy; the others do the same in compiled kernels, which are imported when first needed:
+who only adds digests up does not load numba.
 It is not a signature: an attacker can forge it. Transports authenticate; the digest finds faults.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rose_hpc.errors import LayoutError
-from rose_hpc.weights.layout import ITEM_BYTES, ImageLayout, Run
+from rose_hpc.weights.layout import ImageLayout, Run, Runs
 
 MODULUS = 1 << 64
-_CHUNK_ELEMENTS = 1 << 20  # temporaries of 8 MiB each stay in cache-friendly, bounded memory
-_UNSIGNED: dict[int, np.dtype[Any]] = {4: np.dtype("<u4"), 2: np.dtype("<u2")}
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+LANE_BYTES = 2
+THREAD_LANES = 1 << 18  # less is not worth a thread
+_CHUNK_LANES = 1 << 18  # temporaries of 2 MiB each stay in cache
 
 
-def digest_elements(first_index: int, bits: NDArray[np.unsignedinteger]) -> int:
-    """Digest of consecutive elements. first_index: global index of bits[0]; bits: uint16 or uint32 patterns [n]."""
+def reference_digest(first_lane: int, lanes: NDArray[np.uint16]) -> int:
+    """The definition. first_lane: image lane of lanes[0]; lanes: uint16 bit patterns [n]."""
     total = 0
-    for start in range(0, len(bits), _CHUNK_ELEMENTS):
-        part = bits[start : start + _CHUNK_ELEMENTS].astype(np.uint64)
-        index = np.arange(first_index + start, first_index + start + len(part), dtype=np.uint64)
-        total += int(_finalise(_finalise(index * _GAMMA + _GAMMA) ^ part).sum(dtype=np.uint64))
+    for start in range(0, len(lanes), _CHUNK_LANES):
+        part = lanes[start : start + _CHUNK_LANES].astype(np.uint64)
+        index = np.arange(first_lane + start, first_lane + start + len(part), dtype=np.uint64)
+        total += int(_finalise(index << np.uint64(16) | part).sum(dtype=np.uint64))
     return total % MODULUS
 
 
-def digest_image(layout: ImageLayout, image: NDArray[np.uint8]) -> int:
+def digest_lanes(first_lane: int, lanes: NDArray[np.uint16], threads: int = 1) -> int:
+    """Digest of consecutive lanes. first_lane: image lane of lanes[0]; lanes: uint16 bit patterns [n]."""
+    from rose_hpc.weights import kernels
+
+    lanes = kernels.read_only(lanes)
+    return _in_parts(lambda low, high: int(kernels.digest_span(lanes[low:high], first_lane + low)), len(lanes), threads)
+
+
+def digest_runs(image: NDArray[np.uint16], runs: Sequence[Run], threads: int = 1) -> int:
+    """Digest of some runs of an image, uint16 [image lanes]. Raises LayoutError when a run cuts a lane or leaves the image."""
+    from rose_hpc.weights import kernels
+
+    held = Runs.of(runs)
+    bad = np.flatnonzero((held.offsets < 0) | (held.sizes < 0) | (held.ends > image.nbytes) | ((held.offsets | held.sizes) % LANE_BYTES))
+    if bad.size:
+        raise LayoutError("run does not hold whole lanes of the image", got=held[int(bad[0])], expected=f"inside {image.nbytes} bytes")
+    image = kernels.read_only(image)
+
+    def part(low: int, high: int) -> int:
+        span = held if (low, high) == (0, held.nbytes // LANE_BYTES) else held.span(low * LANE_BYTES, high * LANE_BYTES)
+        return int(kernels.digest_runs(image, span.offsets // LANE_BYTES, span.sizes // LANE_BYTES))
+
+    return _in_parts(part, held.nbytes // LANE_BYTES, threads)
+
+
+def digest_image(layout: ImageLayout, image: NDArray[np.uint8], threads: int = 1) -> int:
     """Digest of a whole image, uint8 [image_bytes]. Raises LayoutError when the size is wrong."""
     if image.nbytes != layout.image_bytes:
         raise LayoutError("image of the wrong size", got=f"{image.nbytes} bytes", expected=f"{layout.image_bytes} bytes")
-    return digest_elements(0, image.view(_UNSIGNED[layout.item_bytes]))
+    return digest_lanes(0, image.view("<u2"), threads)
 
 
-def digest_run(layout: ImageLayout, run: Run, content: NDArray[np.uint8]) -> int:
-    """Digest of one run of the image. content: uint8 [run.nbytes]. Raises LayoutError when it cuts an element."""
-    item = ITEM_BYTES[layout.dtype]
-    if run.offset_bytes % item or run.nbytes % item or content.nbytes != run.nbytes:
-        raise LayoutError("run does not hold whole elements", got=f"{run}, {content.nbytes} bytes", expected=f"multiples of {item} bytes")
-    return digest_elements(run.offset_bytes // item, content.view(_UNSIGNED[item]))
-
-
-def combine(parts: list[int]) -> int:
-    """Digest of the union of disjoint slices."""
+def combine(parts: Iterable[int]) -> int:
+    """Digest of the union of disjoint slices, or of an image and its changes."""
     return sum(parts) % MODULUS
+
+
+def _in_parts(part: Callable[[int, int], int], lanes: int, threads: int) -> int:
+    """Σ part(low, high) over about `threads` cuts of the lanes."""
+    step = max(-(-lanes // max(threads, 1)), THREAD_LANES)
+    if step >= lanes:
+        return part(0, lanes)
+    with ThreadPoolExecutor(threads) as pool:
+        return combine(pool.map(lambda low: part(low, min(low + step, lanes)), range(0, lanes, step)))
 
 
 def _finalise(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

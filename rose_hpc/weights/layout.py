@@ -7,7 +7,11 @@ side ever needs another side's tensor shapes to talk about bytes.
 Invariants (asserted by the tests)
 - Parameters tile the image exactly: no gap, no overlap; image_bytes = Σ numel × itemsize.
 - `runs_of(box)` covers exactly the box's elements, in increasing order, with neighbours merged.
+- `grid_runs` laid end to end are a rank's local tensor flattened row-major.
 - `from_json(to_json(layout)) == layout`, and the fingerprints agree exactly when the layouts do.
+
+A tensor sharded on its last dim is one run per row, millions in a large model: many runs live in arrays (`Runs`), and nothing
+here loops over them in Python.
 
 What it does not do: read tensors (publisher.py) or know who sends what to whom (routing.py).
 """
@@ -15,13 +19,15 @@ What it does not do: read tensors (publisher.py) or know who sends what to whom 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from rose_hpc.errors import LayoutError
 
@@ -66,6 +72,118 @@ class Run:
     @property
     def end_bytes(self) -> int:
         return self.offset_bytes + self.nbytes
+
+
+class Runs(Sequence[Run]):
+    """Many runs in two arrays; reads as an immutable sequence of `Run` and equals any other sequence of the same runs.
+
+    offsets, sizes: int64 [n], read-only, in bytes. The order is the caller's: `merged()` gives the sorted form.
+    """
+
+    __slots__ = ("offsets", "sizes")
+
+    def __init__(self, offsets: ArrayLike, sizes: ArrayLike) -> None:
+        self.offsets, self.sizes = _frozen(offsets), _frozen(sizes)
+        if self.offsets.shape != self.sizes.shape:
+            raise LayoutError("as many sizes as offsets are needed", got=self.sizes.shape, expected=self.offsets.shape)
+
+    @classmethod
+    def of(cls, runs: Iterable[Run]) -> Runs:
+        """The same runs as arrays; no copy when they are already."""
+        if isinstance(runs, Runs):
+            return runs
+        listed = list(runs)
+        return cls([r.offset_bytes for r in listed], [r.nbytes for r in listed])
+
+    @classmethod
+    def joined(cls, parts: Iterable[Runs]) -> Runs:
+        """All runs of the parts, one part behind the other."""
+        listed = [cls([], []), *parts]
+        return cls(np.concatenate([p.offsets for p in listed]), np.concatenate([p.sizes for p in listed]))
+
+    @property
+    def ends(self) -> NDArray[np.int64]:
+        return self.offsets + self.sizes
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.sizes.sum())
+
+    def starts_in_concatenation(self) -> NDArray[np.int64]:
+        """Where each run begins when all are laid end to end, int64 [n], in bytes."""
+        return np.cumsum(self.sizes) - self.sizes
+
+    def span(self, low: int, high: int) -> Runs:
+        """Bytes low to high (exclusive) of the concatenation, as runs in the same order."""
+        starts = self.starts_in_concatenation()
+        first, last = int(np.searchsorted(starts, low, "right")) - 1, int(np.searchsorted(starts, high, "left"))
+        if high <= low or last <= max(first, 0):
+            return Runs([], [])
+        begins = np.maximum(starts[first:last], low)
+        ends = np.minimum(starts[first:last] + self.sizes[first:last], high)
+        return Runs(self.offsets[first:last] + begins - starts[first:last], ends - begins)
+
+    def is_sorted(self) -> bool:
+        """In increasing order, none empty, none before byte 0, none overlapping another."""
+        in_order = bool((self.sizes > 0).all() and (self.offsets[1:] >= self.ends[:-1]).all())
+        return in_order and (len(self) == 0 or int(self.offsets[0]) >= 0)
+
+    def joined_neighbours(self) -> Runs:
+        """The same order, with each run that continues the one before it in the image joined to it; empty runs dropped."""
+        kept = np.flatnonzero(self.sizes)
+        if not kept.size:
+            return Runs([], [])
+        offsets, ends = self.offsets[kept], self.ends[kept]
+        first = np.flatnonzero(np.concatenate(([True], offsets[1:] != ends[:-1])))
+        last = np.append(first[1:], len(kept)) - 1
+        return Runs(offsets[first], ends[last] - offsets[first])
+
+    def merged(self) -> Runs:
+        """Sorted, without empty runs, touching neighbours joined. Raises LayoutError when two overlap."""
+        kept = np.flatnonzero(self.sizes)
+        order = kept[np.argsort(self.offsets[kept], kind="stable")]
+        ordered = Runs(self.offsets[order], self.sizes[order])
+        if (clash := np.flatnonzero(ordered.offsets[1:] < ordered.ends[:-1])).size:
+            at = int(clash[0])
+            raise LayoutError("two slices overlap", got=f"{ordered[at]} and {ordered[at + 1]}", expected="every byte owned once")
+        return ordered.joined_neighbours()
+
+    def expanded(self) -> NDArray[np.int64]:
+        """Every position that the runs cover, int64 [nbytes], in their order."""
+        return np.arange(self.nbytes, dtype=np.int64) + np.repeat(self.offsets - self.starts_in_concatenation(), self.sizes)
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    @overload
+    def __getitem__(self, at: int) -> Run: ...
+    @overload
+    def __getitem__(self, at: slice) -> Runs: ...
+    def __getitem__(self, at: int | slice) -> Run | Runs:
+        if isinstance(at, slice):
+            return Runs(self.offsets[at], self.sizes[at])
+        return Run(int(self.offsets[at]), int(self.sizes[at]))
+
+    def __iter__(self) -> Iterator[Run]:
+        return map(Run, self.offsets.tolist(), self.sizes.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Runs):
+            return isinstance(other, Sequence) and list(self) == list(other)
+        return np.array_equal(self.offsets, other.offsets) and np.array_equal(self.sizes, other.sizes)
+
+    def __hash__(self) -> int:
+        return hash((self.offsets.tobytes(), self.sizes.tobytes()))
+
+    def __repr__(self) -> str:
+        return f"Runs({len(self)} runs, {self.nbytes} bytes)"
+
+
+def _frozen(values: ArrayLike) -> NDArray[np.int64]:
+    """Read-only; an int64 array is viewed, not copied."""
+    array = np.asarray(values, np.int64).reshape(-1).view()
+    array.flags.writeable = False
+    return array
 
 
 @dataclass(frozen=True)
@@ -146,34 +264,27 @@ def runs_of(spec: ParameterSpec, box: Box) -> list[Run]:
         s < 0 or n < 0 or s + n > e for s, n, e in zip(box.starts, box.sizes, spec.shape, strict=True)
     ):
         raise LayoutError(f"slice outside of {spec.name}", got=f"starts {box.starts}, sizes {box.sizes}", expected=f"inside {spec.shape}")
-    if math.prod(box.sizes) == 0:
-        return []
+    return list(grid_runs(spec, [Runs([s], [n]) for s, n in zip(box.starts, box.sizes, strict=True)]))
+
+
+def grid_runs(spec: ParameterSpec, dims: Sequence[Runs]) -> Runs:
+    """Elements [i, j, …] for every i that dims[0] covers, j that dims[1] covers, …, in the order of a row-major walk over them.
+
+    dims: one per dim of the full tensor, ranges of indices (offset, count) inside its extent, in the order in which a rank
+    holds them. The runs laid end to end are the local tensor flattened: neighbours in that walk that touch are joined.
+    """
     item = ITEM_BYTES[spec.dtype]
-    strides = [math.prod(spec.shape[d + 1 :]) for d in range(len(spec.shape))]
-    whole_from = _first_whole_dim(spec.shape, box)  # dims behind this one are taken whole: one run per outer index
-    run_elements = math.prod(box.sizes[whole_from:])
-    outer = itertools.product(*(range(s, s + n) for s, n in zip(box.starts[:whole_from], box.sizes[:whole_from], strict=True)))
-    inner = sum(s * k for s, k in zip(box.starts[whole_from:], strides[whole_from:], strict=True))
-    starts = (sum(i * k for i, k in zip(index, strides, strict=False)) + inner for index in outer)
-    return merge([Run(spec.offset_bytes + start * item, run_elements * item) for start in starts])
-
-
-def _first_whole_dim(shape: tuple[int, ...], box: Box) -> int:
-    """Index of the outermost dim from which on the box is contiguous: every LATER dim is taken whole."""
-    dim = max(len(shape) - 1, 0)
-    while dim > 0 and box.sizes[dim] == shape[dim]:
-        dim -= 1
-    return dim
+    inner = Runs([0], [1])  # of the dims behind, in elements
+    for dim in reversed(range(len(spec.shape))):
+        stride, ranges = math.prod(spec.shape[dim + 1 :]), dims[dim].joined_neighbours()
+        if inner == Runs([0], [stride]):  # the dims behind are taken whole: consecutive indices are one run
+            inner = Runs(ranges.offsets * stride, ranges.sizes * stride)
+        else:
+            starts = ranges.expanded() * stride
+            inner = Runs((starts[:, None] + inner.offsets).ravel(), np.tile(inner.sizes, len(starts)))
+    return Runs(spec.offset_bytes + inner.offsets * item, inner.sizes * item).joined_neighbours()
 
 
 def merge(runs: Iterable[Run]) -> list[Run]:
     """Sorted runs with touching neighbours joined. Raises LayoutError when two overlap."""
-    merged: list[Run] = []
-    for run in sorted(r for r in runs if r.nbytes):
-        if merged and run.offset_bytes < merged[-1].end_bytes:
-            raise LayoutError("two slices overlap", got=f"{merged[-1]} and {run}", expected="every byte owned once")
-        if merged and run.offset_bytes == merged[-1].end_bytes:
-            merged[-1] = Run(merged[-1].offset_bytes, merged[-1].nbytes + run.nbytes)
-        else:
-            merged.append(run)
-    return merged
+    return list(Runs.of(runs).merged())

@@ -1,47 +1,48 @@
-"""Receiver inside vLLM's workers: a committed version of the node's arena, verified, becomes the model's weights.
+"""Receiver inside vLLM's workers: a version of the node's arena becomes the model's weights, and is proved there.
 
-    rose_verify(version, digest)      map the image, recompute its digest; answers BY VALUE, the model is not touched
-    start_weight_update()             nothing
-    update_weights({version, digest}) load the verified image through vLLM's layerwise reload
-    finish_weight_update()            nothing
+    rose_begin(step, …), rose_answer()    describe, share, prepare, prove, release: while the model serves
+    start_weight_update()                 nothing
+    update_weights({version, digest})     apply what was prepared (worker_update.py); prepares it itself when nobody did
+    finish_weight_update()                nothing
+
+Registered with vLLM's weight-transfer factory as backend `rose` (vllm_plugin.py).
 
 Invariants
-- No byte is loaded that has not been digested in this worker, and only while its digest is the expected one.
-- A mismatch leaves the model as it was, and the next update works.
+- A collective call occupies the engine's loop, so that nothing is generated meanwhile: steps that read, compute or wait run in a
+  thread, begun by one call and answered to a later one. Only `update_weights` needs the pause. The exception is the proof of packed
+  layers, which can only be had by running them, and not beside the model: each `rose_answer` does a little of it.
+- A worker never raises for what can be expected to go wrong: with several workers vLLM's executor raises at the first failed
+  answer and leaves the others' unread, so that every later call would read its predecessor's answers. Who drives the backend
+  without `rose_begin` gets the same checks as exceptions.
 
-Why the reload starts in `update_weights` and not, as in vLLM's own backends, in `start_weight_update`: that call moves the
-layers to the meta device, and after an error in the next one the model would be lost.
-
-Why verification is a call of its own: with several workers vLLM's executor raises at the first failed answer and leaves
-the others' unread, so that every later call would read its predecessor's answers. A worker must not raise for what can
-be expected to go wrong. Who drives the backend without `rose_verify` gets the same check as an exception.
-
-Every worker receives full Hugging Face tensors; vLLM's loaders cut them for tensor parallelism, fuse them and, on CPU,
-repack them. It does not fetch: the relay has put the image into the arena before.
+It does not fetch: the relay has put the version into the arena before. What layers do to weights is vllm_layers.py's.
 """
 
 from __future__ import annotations
 
 import logging
-import warnings
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from rose_hpc.errors import DigestMismatch, LayoutError, WeightsError
-from rose_hpc.weights.arena import Arena
-from rose_hpc.weights.digest import digest_image
+from rose_hpc.errors import WeightsError
+from rose_hpc.weights import runtime_memory, vllm_layers
+from rose_hpc.weights.destination import DestinationPlan, Ints
 from rose_hpc.weights.layout import ImageLayout
+from rose_hpc.weights.runtime_memory import Lanes
+from rose_hpc.weights.runtime_weights import RuntimeWeights
+from rose_hpc.weights.tracing import runtime_parameters, trace
+from rose_hpc.weights.worker_update import Answer, WorkerUpdate
 
-_TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SLICE_S = 0.01  # of a probe at each poll: about a step of a small model
+STEPS = ("describe", "share", "prepare", "prove", "release")
 
 
 @dataclass
@@ -59,49 +60,61 @@ class ExpectedVersion(WeightTransferUpdateInfo):
     digest: int
 
 
-@dataclass(frozen=True)
-class VerifiedImage:
-    """A mapped image, uint8 [image_bytes], and the digest recomputed from these very bytes."""
+class VllmModel:
+    """worker_update.Model over a model that vLLM has loaded. config: the worker's VllmConfig."""
 
-    version: int
-    digest: int
-    layout: ImageLayout
-    image: NDArray[np.uint8]
+    def __init__(self, model: torch.nn.Module, config: Any) -> None:
+        self._model, self._config = model, config
+        self._meta = vllm_layers.meta_copy(config)
+
+    def trace(self, layout: ImageLayout) -> DestinationPlan:
+        return trace(self._meta, layout)
+
+    def packed(self) -> list[str]:
+        return vllm_layers.packed_layers(self._model)
+
+    def weights(self, plan: DestinationPlan, layout: ImageLayout, slots: Ints) -> RuntimeWeights:
+        return RuntimeWeights(dict(runtime_parameters(self._model)), plan, layout, slots)
+
+    def reload(self, layout: ImageLayout, image: Lanes) -> None:
+        vllm_layers.reload(self._model, self._config.model_config, layout, image)
+
+    def probe(self, plan: DestinationPlan, layout: ImageLayout, image: Lanes, seed: int) -> Iterator[vllm_layers.Probe | None]:
+        return vllm_layers.probe(self._model, plan, layout, image, seed)
 
 
 class RoseWeightTransferEngine(WeightTransferEngine[ArenaLocation, ExpectedVersion]):
-    """One per vLLM worker. Holds at most one verified image, between `verify` and `receive_weights`."""
+    """One per vLLM worker; it is made right after the model was loaded, in the thread and with the configuration of that."""
 
     init_info_cls = ArenaLocation
     update_info_cls = ExpectedVersion
     supports_draft_weight_update = False
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        # It warns at every update of layers that own no parameters (rotary embeddings, tied heads); `_load` checks what matters
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, vllm_config, device, model, *args, **kwargs)
+        # It warns at every update of layers that own no parameters (rotary embeddings, tied heads); `reload` checks what matters
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-        self._arena: Path | None = None
-        self._verified: VerifiedImage | None = None
+        self._loaded = VllmModel(model, vllm_config)
+        runtime_memory.warm_up()
+        self._update: WorkerUpdate | None = None
 
     def init_transfer_engine(self, init_info: ArenaLocation) -> None:
-        self._arena = Path(init_info.arena)
+        self._update = WorkerUpdate(Path(init_info.arena), self._loaded)
 
-    def verify(self, version: int, digest: int) -> VerifiedImage:
-        """Digest the version's image and keep it mapped for the load that follows.
+    def step(self, name: str, args: tuple[Any, ...]) -> Answer:
+        """One of STEPS. A fault is an answer."""
+        if self._update is None:
+            return {"fault": "no arena given: init_weight_transfer_engine comes first"}
+        if name not in STEPS:
+            return {"fault": f"no such step: {name}"}
+        answer: Answer = getattr(self._update, name)(*args)
+        return answer
 
-        Raises WeightsError when it is not in the arena, DigestMismatch when the bits are not the trainer's.
-        """
-        self._verified = None
-        found = map_image(self._arena, version)
-        if found.digest != digest:
-            raise DigestMismatch(
-                f"version {version} in {self._arena} is not what the trainer published",
-                got=f"digest {found.digest:#018x}",
-                expected=f"{digest:#018x}",
-                remedy="transfer the version again; if it happens again, suspect this node's memory",
-            )
-        self._verified = found
-        return found
+    def begin(self, name: str, args: tuple[Any, ...]) -> _Job:
+        """Begin a step; see RoseWorkerExtension."""
+        if name == "prove" and self._update is not None and self._update.is_probed:
+            return _SlicedJob(self._update.probing())
+        return _ThreadJob(self, name, args)
 
     def start_weight_update(self) -> None:
         """Nothing: see the module's docstring."""
@@ -113,77 +126,98 @@ class RoseWeightTransferEngine(WeightTransferEngine[ArenaLocation, ExpectedVersi
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: ExpectedVersion) -> None:
-        """Load the version. Raises WeightsError or DigestMismatch with the model untouched.
+        """Load the version. Raises WeightsError with the model untouched when it was not prepared and cannot be."""
+        version, digest = update_info.version, update_info.digest
+        if self._update is None or not self._update.has_prepared(version, digest):
+            self._load_alone(version, digest)
+        else:
+            self._update.apply(version, digest)
 
-        Raises LayoutError when parameters of the model are absent from the image: then the model is NOT whole any more.
-        """
-        verified = self._verified
-        if verified is None or (verified.version, verified.digest) != (update_info.version, update_info.digest):
-            verified = self.verify(update_info.version, update_info.digest)
-        self._verified = None
-        self._load(verified)
-
-    def _load(self, verified: VerifiedImage) -> None:
-        wanted = {name for name, _ in self.model.named_parameters()}
-        initialize_layerwise_reload(self.model)
-        loaded: set[str] = self.model.load_weights(full_tensors(verified.layout, verified.image))
-        finalize_layerwise_reload(self.model, self.model_config)
-        repack_tied_heads(self.model)
-        if missing := wanted - loaded:
-            raise LayoutError(
-                "the image does not hold all of the model", got=f"without {sorted(missing)[:5]}", expected=f"{len(wanted)} parameters"
-            )
+    def _load_alone(self, version: int, digest: int) -> None:
+        """For a driver that knows only vLLM's own calls: everything in the pause, through a full reload, unproved."""
+        for name, args in (("describe", ()), ("prepare", (version, digest, True))):
+            if fault := self.step(name, args)["fault"]:
+                raise WeightsError(f"version {version} refused", got=fault)
+        if self._update is not None:
+            self._update.apply(version, digest)
+            self._update.release()
 
     def finish_weight_update(self) -> None:
         """Nothing: the load is complete when `update_weights` returns."""
 
     def shutdown(self) -> None:
-        self._verified = None
+        if self._update is not None:
+            self._update.release()
 
 
 class RoseWorkerExtension:
-    """Mixed into vLLM's worker class (`worker_extension_cls`): answers that the backend's own calls cannot give."""
+    """Mixed into vLLM's worker class (`worker_extension_cls`): steps that are begun by one call and answered to a later one."""
 
     weight_transfer_engine: RoseWeightTransferEngine
+    rank: int
 
-    def rose_verify(self, version: int, digest: int) -> dict[str, Any]:
-        """{"digest": recomputed, or None, "fault": why the version cannot be loaded, or None}. Never raises for a bad image."""
+    def rose_begin(self, name: str, args: list[Any]) -> Answer:
+        """Begin a step. {"fault": "busy"} while the one before is not over. share: a list with the slots of every worker."""
+        job: _Job | None = getattr(self, "_rose_job", None)
+        if job is not None and job.is_alive():
+            return {"fault": "busy"}
+        mine = [np.frombuffer(args[0][self.rank], np.int64)] if name == "share" else args
+        self._rose_job = self.weight_transfer_engine.begin(name, tuple(mine))
+        return {"fault": None}
+
+    def rose_answer(self) -> Answer | None:
+        """The answer of the step that was begun last; None while it goes on."""
+        job: _Job | None = getattr(self, "_rose_job", None)
+        return {"fault": "nothing was begun"} if job is None else job.poll()
+
+
+class _Job(Protocol):
+    def is_alive(self) -> bool: ...
+
+    def poll(self) -> Answer | None:
+        """The answer; None while there is none yet."""
+
+
+class _ThreadJob(threading.Thread):
+    """A step in a thread of its own."""
+
+    def __init__(self, engine: RoseWeightTransferEngine, name: str, args: tuple[Any, ...]) -> None:
+        super().__init__(name=f"rose-{name}", daemon=True)
+        self._engine, self._step, self._args = engine, name, args
+        self._answer: Answer | None = None
+        self.start()
+
+    def run(self) -> None:
         try:
-            return {"digest": self.weight_transfer_engine.verify(version, digest).digest, "fault": None}
-        except (WeightsError, OSError, ValueError, KeyError) as error:  # the last two: a record or an image cut short
-            return {"digest": None, "fault": str(error)}
+            self._answer = self._engine.step(self._step, self._args)
+        except Exception as error:  # the edge of the thread: nobody else would hear of it
+            self._answer = unexpected(self.name, error)
+
+    def poll(self) -> Answer | None:
+        return self._answer
 
 
-def map_image(arena: Path | None, version: int) -> VerifiedImage:
-    """Map a committed version and digest it. Raises WeightsError when there is no such arena or version.
+class _SlicedJob:
+    """A step that goes on for a moment at each poll, in the engine's own thread."""
 
-    The arena is opened anew each time: a relay that was restarted may have made it again.
-    """
-    if arena is None:
-        raise WeightsError("no arena given", expected="init_weight_transfer_engine before the first update")
-    opened = Arena.open(arena)
-    image = opened.map_version(version)
-    return VerifiedImage(version, digest_image(opened.layout, image), opened.layout, image)
+    def __init__(self, steps: Iterator[Answer | None]) -> None:
+        self._steps = steps
+        self._answer: Answer | None = None
 
+    def is_alive(self) -> bool:
+        return False  # a caller that gave up on it may begin another step
 
-def repack_tied_heads(model: torch.nn.Module) -> None:
-    """Process output heads that share the embedding's parameter again.
-
-    Such a head has nothing of its own to load, so the reload puts it back as it was: on CPU it would go on with its packed
-    copy of the OLD embedding. On a GPU there is no packed copy and this does nothing.
-    """
-    heads = [m for m in model.modules() if isinstance(m, ParallelLMHead)]
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, VocabParallelEmbedding) and m not in heads}
-    for head in heads:
-        if id(head.weight) in embeddings:
-            head.quant_method.process_weights_after_loading(head)
+    def poll(self) -> Answer | None:
+        end_s = time.monotonic() + SLICE_S
+        try:
+            while self._answer is None and time.monotonic() < end_s:
+                self._answer = next(self._steps)
+        except Exception as error:  # a worker must not raise, see above
+            self._answer = unexpected("rose-prove", error)
+        return self._answer
 
 
-def full_tensors(layout: ImageLayout, image: NDArray[np.uint8]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, full tensor) in image order. The tensors alias the read-only mapping: never write to them."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        flat = torch.from_numpy(image)
-    for spec in layout.parameters:
-        part = flat[spec.offset_bytes : spec.offset_bytes + spec.nbytes]
-        yield spec.name, part.view(_TORCH_DTYPES[spec.dtype]).reshape(spec.shape)
+def unexpected(what: str, error: Exception) -> Answer:
+    """A fault that nobody foresaw: its trace belongs in the log."""
+    logging.getLogger(__name__).error("%s failed", what, exc_info=error)
+    return {"fault": f"{type(error).__name__}: {error}"}

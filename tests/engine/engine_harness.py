@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 import tempfile
@@ -11,16 +12,19 @@ from pathlib import Path
 
 import httpx
 import msgspec
+import numpy as np
 import psutil
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rose_hpc.config import EngineConfig
 from rose_hpc.coserve.processes import remove_shared_memory, worker_groups
 from rose_hpc.coserve.specs import EngineOffer, EngineSpec
 from rose_hpc.messages import EngineHealth, GenerateRequest, GenerateResult, UpdateRequest, UpdateResult, decode, encode
+from rose_hpc.weights import wire
 from rose_hpc.weights.arena import Arena
-from rose_hpc.weights.publisher import WeightPublisher
+from rose_hpc.weights.codec import StreamEncoder
+from rose_hpc.weights.publisher import PublishedShard, WeightPublisher
 
 TOKEN = "token-of-the-tests"
 VOCABULARY = 64
@@ -49,25 +53,101 @@ def make_policy(seed: int, tied: bool = True) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config).float().eval()
 
 
-class Policies:
-    """The published versions: writes them into the arena and remembers the model of each."""
+def make_experts(seed: int) -> Qwen3MoeForCausalLM:
+    """A random mixture of experts."""
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        decoder_sparse_step=1,
+        max_position_embeddings=4096,
+        initializer_range=0.15,
+        tie_word_embeddings=False,
+        architectures=["Qwen3MoeForCausalLM"],
+        dtype="float32",
+    )
+    torch.manual_seed(seed)
+    return Qwen3MoeForCausalLM(config).float().eval()
 
-    def __init__(self, folder: Path, tied: bool = True) -> None:
-        self.arena, self.model_dir, self._tied = folder / "arena", folder / "model", tied
-        self.models: dict[int, Qwen3ForCausalLM] = {}
-        make_policy(0, tied).config.save_pretrained(self.model_dir)
+
+@torch.no_grad()
+def mutate(policy: torch.nn.Module, other: torch.nn.Module, density: float, seed: int) -> None:
+    """Give this part of the policy's elements the other's values."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter, source in zip(policy.parameters(), other.parameters(), strict=True):
+        chosen = torch.rand(parameter.shape, generator=generator) < density
+        parameter.copy_(torch.where(chosen, source, parameter))
+
+
+class Policies:
+    """The published versions: brings them into the engine's arena as a relay would, and remembers the model of each."""
+
+    def __init__(self, folder: Path, make: Callable[[int], PreTrainedModel] = make_policy) -> None:
+        self.arena, self.model_dir, self._make = folder / "arena", folder / "model", make
+        self.models: dict[int, PreTrainedModel] = {}
+        self._trainer = make(0)
+        self._trainer.config.save_pretrained(self.model_dir)
+        self._publisher = WeightPublisher(self._trainer, folder / "trainer", wire_dtype="float32", bucket_bytes=1 << 16)
+        self._source = Arena.open(folder / "trainer")
+        self._sink = Arena.create(self.arena, self._source.layout)
+        self._sink.set_plan(self._source.plan, self._source.bucket_bytes)
 
     @property
     def newest(self) -> int:
         return max(self.models, default=0)
 
-    def publish(self) -> UpdateRequest:
-        """Commit the next version; the update that asks for it."""
+    def publish(self, density: float = 1.0, keyframe: bool = False) -> UpdateRequest:
+        """Bring the next version into the arena; the update that asks for it.
+
+        density: of the elements that get new random values; 1: another policy. keyframe: leave no deltas behind.
+        """
         version = self.newest + 1
-        self.models[version] = make_policy(version, self._tied)
-        shard = WeightPublisher(self.models[version], self.arena, 0, 1, "float32").publish(version)
-        Arena.open(self.arena).commit(version, shard.digest)
+        mutate(self._trainer, self._make(version), density, version)
+        self.models[version] = copy.deepcopy(self._trainer)
+        shard = self._publisher.publish(version)
+        if keyframe or self._sink.state().version != shard.base or shard.base < 0:
+            self._deliver_keyframe(shard)
+        else:
+            self._deliver_delta(shard)
         return UpdateRequest(version, shard.digest)
+
+    def _deliver_keyframe(self, shard: PublishedShard) -> None:
+        self._sink.prune(0)
+        self._sink.begin_keyframe()
+        for stream in self._source.plan.streams:
+            encoder = StreamEncoder(stream, wire.plan_id(self._source.plan.fingerprint), self._source.bucket_bytes)
+            for encoded in encoder.encode_dense(self._source.image(), shard.version):
+                self._sink.write_dense(encoded.message)
+        assert self._sink.finish_keyframe(shard.version, shard.digest).verified
+
+    def _deliver_delta(self, shard: PublishedShard) -> None:
+        streams = tuple(self._source.stored(shard.version))
+        for stream, indices in self._source.stored(shard.version).items():
+            for index in indices:
+                message = self._source.bucket(shard.version, stream, index)
+                assert message is not None
+                self._sink.store_bucket(shard.version, message)
+        self._sink.commit_delta(shard.version, shard.base, shard.digest, streams)
+        self._sink.apply(shard.version, deadline_s=10)
+        assert self._sink.state().verified
+
+    def changed_lanes(self, version: int) -> np.ndarray:
+        """Lanes of the image that the version's delta writes."""
+        lanes = self._sink.changed_lanes(version - 1, version)
+        assert lanes is not None
+        return lanes
+
+    def flip(self, lane: int) -> None:
+        """Damage the image of the arena, as bad memory would: nobody notices."""
+        image = np.memmap(self.arena / "image", np.uint16, "r+")
+        image[lane] ^= 0x10
+        image.flush()
 
     @torch.no_grad()
     def logprobs(self, version: int, prompt: list[int], tokens: list[int], temperature: float = 1.0) -> list[float]:
@@ -84,19 +164,19 @@ class Policies:
         return max(abs(logprob - reference[version][i]) for i, (logprob, version) in enumerate(pairs))
 
 
-def offer(policies: Policies, executor_id: str, tensor_parallel: int = 1) -> EngineOffer:
-    engine = CONFIG.model_copy(update={"tensor_parallel": tensor_parallel})
+def offer(policies: Policies, executor_id: str, tensor_parallel: int = 1, raw: bool = True) -> EngineOffer:
+    engine = CONFIG.model_copy(update={"tensor_parallel": tensor_parallel, "raw_weights": raw})
     return EngineOffer(executor_id=executor_id, model_dir=policies.model_dir, arena=policies.arena, engine=engine, seed=1)
 
 
 class RunningEngine:
     """`python -m rose_hpc.coserve.engine` and a client on its socket. `close` ends it, whatever state it is in."""
 
-    def __init__(self, folder: Path, policies: Policies, tensor_parallel: int = 1) -> None:
+    def __init__(self, folder: Path, policies: Policies, tensor_parallel: int = 1, raw: bool = True) -> None:
         self._sockets = tempfile.TemporaryDirectory(prefix="rose-test-")  # short: AF_UNIX allows 107 bytes
         (folder / "token").write_text(TOKEN)
         self.socket = Path(self._sockets.name) / "e.sock"
-        spec = EngineSpec(**offer(policies, "e0", tensor_parallel).model_dump(), socket=self.socket, token_file=folder / "token")
+        spec = EngineSpec(**offer(policies, "e0", tensor_parallel, raw).model_dump(), socket=self.socket, token_file=folder / "token")
         (folder / "engine.json").write_text(spec.model_dump_json())
         self.log = folder / "engine.log"
         self.groups: set[str] = set()

@@ -1,4 +1,4 @@
-"""One real engine, two tensor-parallel workers: each verifies and cuts the full tensors for itself."""
+"""One real engine, two tensor-parallel workers: each takes what it needs, and together they prove that they hold the policy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_harness import Policies, RunningEngine, alive, family, turn, wait_until
+from engine_harness import Policies, RunningEngine, alive, family, make_policy, turn, wait_until
 
 from rose_hpc.coserve.engine import is_cpu_build
 from rose_hpc.coserve.processes import remove_shared_memory
@@ -21,7 +21,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 @pytest.fixture(scope="module")
 def policies(tmp_path_factory: pytest.TempPathFactory) -> Policies:
-    return Policies(tmp_path_factory.mktemp("policies"), tied=False)
+    return Policies(tmp_path_factory.mktemp("policies"), lambda seed: make_policy(seed, tied=False))
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +31,17 @@ def engine(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iter
     running.close()
 
 
-def test_two_workers_agree_with_the_policy_over_versions_and_refusals(engine: RunningEngine, policies: Policies) -> None:
-    for _ in range(3):
-        wanted = policies.publish()
+def test_two_workers_agree_with_the_policy_over_versions_refusals_and_damage(engine: RunningEngine, policies: Policies) -> None:
+    for density, keyframe, how in ((1.0, False, "dense"), (0.02, False, "sparse"), (0.02, True, "dense"), (0.02, False, "sparse")):
+        wanted = policies.publish(density, keyframe)
         assert engine.post("/update", UpdateRequest(wanted.version, wanted.digest ^ 1)).status_code == 409
-        assert engine.update(wanted).digest == wanted.digest
+        if how == "sparse":
+            lane = int(policies.changed_lanes(wanted.version)[0])
+            policies.flip(lane)
+            assert engine.post("/update", wanted).status_code == 409
+            policies.flip(lane)
+        updated = engine.update(wanted)
+        assert (updated.digest, updated.how, updated.proof) == (wanted.digest, how, "digest")
         result = engine.generate(turn("parity", PROMPT, 64))
         assert set(result.policy_versions) == {wanted.version}
         assert policies.worst_error(PROMPT, result) < TOLERANCE

@@ -21,7 +21,7 @@ from rose_hpc.coserve.serving_process import serving_environment
 from rose_hpc.coserve.specs import AgentSpec, EngineSpec, ServingSpec
 from rose_hpc.errors import ConfigError, EnvironmentFault
 from rose_hpc.http_api import Refused, first_of
-from rose_hpc.weights.vllm_plugin import ENGINE_PID_VARIABLE
+from rose_hpc.weights.vllm_plugin import ENGINE_PID_VARIABLE, RAW_WEIGHTS_VARIABLE
 
 
 def engine_spec(folder: Path, tensor_parallel: int = 1) -> EngineSpec:
@@ -33,8 +33,21 @@ def engine_spec(folder: Path, tensor_parallel: int = 1) -> EngineSpec:
 
 def test_settings_of_the_cpu_build_stay_out_of_a_gpu_engines_environment(tmp_path: Path) -> None:
     gpu, cpu = (engine_environment(engine_spec(tmp_path), {}, cpu) for cpu in (False, True))
-    assert set(cpu) - set(gpu) == {"OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    only_cpu = {
+        "OMP_NUM_THREADS",
+        "TORCHDYNAMO_DISABLE",
+        "VLLM_CPU_OMP_THREADS_BIND",
+        "VLLM_ENABLE_V1_MULTIPROCESSING",
+        RAW_WEIGHTS_VARIABLE,
+    }
+    assert set(cpu) - set(gpu) == only_cpu
     assert gpu.items() <= cpu.items()
+
+
+def test_weights_stay_raw_on_a_cpu_unless_the_configuration_wants_them_packed(tmp_path: Path) -> None:
+    raw = engine_spec(tmp_path)
+    packed = raw.model_copy(update={"engine": EngineConfig(raw_weights=False)})
+    assert [engine_environment(spec, {}, cpu=True)[RAW_WEIGHTS_VARIABLE] for spec in (raw, packed)] == ["1", "0"]
 
 
 def test_two_workers_get_processes_of_their_own(tmp_path: Path) -> None:
@@ -126,7 +139,7 @@ PLUGIN_PROBE = """
 import ctypes, os
 from vllm.plugins import load_general_plugins
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from rose_hpc.weights.vllm_plugin import ENGINE_PID_VARIABLE, register
+from rose_hpc.weights.vllm_plugin import ENGINE_PID_VARIABLE, RAW_WEIGHTS_VARIABLE, register
 
 def death_signal():
     number = ctypes.c_int(-1)

@@ -129,7 +129,7 @@ def test_a_turn_that_extends_an_earlier_one_reuses_its_prefix(serving: RunningEn
 def test_a_wrong_digest_is_refused_and_the_old_version_goes_on(serving: RunningEngine, policies: Policies) -> None:
     old, correct = serving.health().policy_version, policies.publish()
     response = serving.post("/update", UpdateRequest(correct.version, correct.digest ^ 1))
-    assert response.status_code == 409 and "not what the trainer published" in fault(response)
+    assert response.status_code == 409 and "does not hold version" in fault(response)
     result = serving.generate(turn("still-old", PROMPT, 32))
     assert set(result.policy_versions) == {old} and policies.worst_error(PROMPT, result) < TOLERANCE
     serving.update(correct)
@@ -137,23 +137,41 @@ def test_a_wrong_digest_is_refused_and_the_old_version_goes_on(serving: RunningE
     assert set(result.policy_versions) == {correct.version} and policies.worst_error(PROMPT, result) < TOLERANCE
 
 
-def test_one_flipped_bit_or_a_missing_end_in_the_arena_is_refused(serving: RunningEngine, policies: Policies) -> None:
-    old, wanted = serving.health().policy_version, policies.publish()
-    image = policies.arena / f"v{wanted.version}.img"
-    whole = image.read_bytes()
-    flipped = bytearray(whole)
-    flipped[len(flipped) // 2] ^= 0x10
-    for damaged in (flipped, whole[:-4]):
-        image.write_bytes(damaged)
-        assert serving.post("/update", wanted).status_code == 409
-    assert serving.health().policy_version == old
-    image.write_bytes(whole)
-    assert serving.update(wanted).digest == wanted.digest
+def test_a_damaged_image_is_refused_and_the_old_version_goes_on(serving: RunningEngine, policies: Policies) -> None:
+    for density, how in ((1.0, "dense"), (0.02, "sparse")):
+        old, wanted = serving.health().policy_version, policies.publish(density)
+        lane = int(policies.changed_lanes(wanted.version)[-1])
+        policies.flip(lane)
+        response = serving.post("/update", wanted)
+        assert response.status_code == 409 and "not what the trainer published" in fault(response)
+        result = serving.generate(turn(f"not-{how}", PROMPT, 32))
+        assert set(result.policy_versions) == {old} and policies.worst_error(PROMPT, result) < TOLERANCE
+        policies.flip(lane)
+        updated = serving.update(wanted)
+        assert (updated.digest, updated.how, updated.proof) == (wanted.digest, how, "digest")
+
+
+def test_deltas_skipped_versions_and_keyframes_in_any_order_give_the_trainers_bits(serving: RunningEngine, policies: Policies) -> None:
+    serving.update(policies.publish())
+    policies.publish(0.02)  # skipped: the next one is applied over both
+    for density, keyframe, how in (
+        (0.02, False, "sparse"),
+        (0.01, True, "dense"),
+        (0.02, False, "sparse"),
+        (1.0, False, "dense"),
+        (0, False, "sparse"),
+    ):
+        wanted = policies.publish(density, keyframe)
+        updated = serving.update(wanted)
+        assert (updated.digest, updated.how, updated.proof) == (wanted.digest, how, "digest")
+        assert (updated.changed == 0) == (density == 0) and 0 < updated.pause_s < updated.apply_s
+        result = serving.generate(turn(f"mixed-{wanted.version}", PROMPT, 32))
+        assert set(result.policy_versions) == {wanted.version} and policies.worst_error(PROMPT, result) < TOLERANCE
 
 
 def test_a_version_that_is_not_in_the_arena_is_refused(serving: RunningEngine) -> None:
     response = serving.post("/update", UpdateRequest(10**6, 1))
-    assert response.status_code == 409 and "not committed" in fault(response)
+    assert response.status_code == 409 and "does not hold version" in fault(response)
     assert serving.generate(turn("after-absent", PROMPT, 4)).finish_reason == "length"
 
 

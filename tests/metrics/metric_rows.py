@@ -26,7 +26,18 @@ def step_row(step: int, **changes: Any) -> dict[str, Any]:
 
 
 def sync_row(version: int, receiver: str, **changes: Any) -> dict[str, Any]:
-    return {"version": version, "receiver": receiver, "wire_bytes": 10, "image_bytes": 40, "digest": 1, "verified": True, **changes}
+    row = {
+        "version": version,
+        "receiver": receiver,
+        "how": "delta",
+        "changes": 3,
+        "wire_bytes": 10,
+        "image_bytes": 40,
+        "digest": 1,
+        "proof": "digest",
+        "verified": True,
+    }
+    return {**row, **changes}
 
 
 def turn_row(step: int, **changes: Any) -> dict[str, Any]:

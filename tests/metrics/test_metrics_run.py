@@ -72,7 +72,7 @@ def test_the_summary_is_what_one_would_add_up_by_hand(tmp_path: Path) -> None:
     assert summary == {
         "steps": 14,
         "rollout_tokens": {"total": 132, "dedicated": 120, "opportunistic": 12},
-        "weights": {"versions": 3, "verified": 2, "wire_bytes": 10 + 10 + 10 + 40 + 10 + 10, "image_bytes": 6 * 40},
+        "weights": {"versions": 3, "verified": 2, "probed": 0, "wire_bytes": 10 + 10 + 10 + 40 + 10 + 10, "image_bytes": 6 * 40},
         "skipped_steps": 1,
         "logprob_diff_mean": 0.25,
         "wall_s": (111.0 - 90.0) + 6.0,

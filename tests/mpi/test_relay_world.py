@@ -1,4 +1,4 @@
-"""Real relays under a real mpiexec, driven by the real control API."""
+"""Relays as processes: an MPI world under keepers, relays alone by TCP, and what becomes of them when they are killed."""
 
 import asyncio
 import os
@@ -6,193 +6,120 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import asynccontextmanager
-from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
 import torch
+from relay_cluster import RelayCluster, bits_of, change, segments
 
-from rose_hpc.control import make_token, publish_address
-from rose_hpc.errors import RunFailed, UsageError
-from rose_hpc.http_api import base_url, serving, tcp_site
-from rose_hpc.launch.preflight import find_mpiexec
-from rose_hpc.messages import TransferVersion, VersionTransferred
-from rose_hpc.rollout.api import control_app
-from rose_hpc.rollout.workers import WorkerPool
-from rose_hpc.weights.arena import Arena
-from rose_hpc.weights.publisher import WeightPublisher
-from rose_hpc.weights.relay import RelayNode, RelaySpec
+from rose_hpc.errors import UsageError
 
 pytestmark = pytest.mark.mpi
 
-SINKS = 2
-WORLD = [f"relay-{r}" for r in range(1 + SINKS)]
+SINKS = ["relay-1", "relay-2"]
 
 
-def spec_in(tmp_path, deadline_s=10.0):
-    nodes = [RelayNode(name="trainer", role="source", arena=tmp_path / "arena0")]
-    nodes += [RelayNode(name=f"node{i}", role="sink", arena=tmp_path / f"arena{i}") for i in range(1, 1 + SINKS)]
-    return RelaySpec(
-        control_dir=tmp_path / "control", nodes=nodes, bucket_bytes=1 << 20, retained_versions=2, deadline_s=deadline_s, lease_ttl_s=5
-    )
+@pytest.fixture
+def generator():
+    return torch.Generator().manual_seed(0)
 
 
-def relay_command(tmp_path, deadline_s=10.0):
-    path = tmp_path / "spec.json"
-    path.write_text(spec_in(tmp_path, deadline_s).model_dump_json())
-    return [sys.executable, "-m", "rose_hpc.weights.relay", str(path)]
+def model(generator, elements=600_000):
+    return {"w": torch.randn(elements, generator=generator).bfloat16(), "b": torch.randn(77, generator=generator).bfloat16()}
 
 
-@asynccontextmanager
-async def controller_in(tmp_path):
-    """The control API, and the worker pool behind it."""
-    token, workers = make_token(tmp_path / "control"), WorkerPool()
-    async with serving(control_app(token, workers, asyncio.Queue(), dict), tcp_site("127.0.0.1", 0)) as runner:
-        publish_address(tmp_path / "control", base_url(runner))
-        yield workers
+def assert_all_hold(cluster, weights, version, sinks=SINKS):
+    for name in sinks:
+        state = cluster.state(name)
+        assert (state.version, state.verified) == (version, True)
+        assert np.array_equal(cluster.image(name), bits_of(weights))
 
 
-def start(tmp_path, command):
-    with (tmp_path / "relays.log").open("ab") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env={**os.environ, "HYDRA_LAUNCHER": "fork"})
-
-
-def end(process):
-    if process.poll() is None:
-        process.terminate()
-    try:
-        return process.wait(15)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-
-
-def segments():
-    return {p.name for p in Path("/dev/shm").glob("mpich_shm_*")}
-
-
-def weights(version):
-    g = torch.Generator().manual_seed(version)
-    return {"w": torch.randn(1000, 1000, generator=g), "b": torch.randn(77, generator=g)}
-
-
-def test_versions_reach_every_sink_bit_by_bit_and_nothing_is_left_behind(tmp_path):
-    before = segments()
+@pytest.mark.parametrize("world", [3, 1], ids=["mpi", "tcp"])
+def test_versions_reach_every_sink_bit_by_bit_and_nothing_is_left_behind(tmp_path, generator, world):
+    before, weights = segments(), model(generator)
 
     async def scenario():
-        async with controller_in(tmp_path) as workers:
-            world = start(tmp_path, [find_mpiexec("mpiexec"), "-n", str(len(WORLD)), *relay_command(tmp_path)])
-            try:
-                hello = await workers.wait_for(WORLD, 60)
-                assert all(h.world_size == len(WORLD) for h in hello.values())
-                assert segments() <= before
-                for version in range(3):
-                    digest = WeightPublisher(weights(version), tmp_path / "arena0", 0, 1, "float32").publish(version).digest
-                    replies = await workers.call(
-                        WORLD, lambda i, v=version, d=digest: TransferVersion(i, v + 1, v, d), VersionTransferred, 30
-                    )
-                    assert all(replies[w].verified and replies[w].received_bytes >= 4_000_308 for w in WORLD[1:])
-                    assert replies[WORLD[0]].sent_bytes >= SINKS * 4_000_308
-                    for sink in range(1, 1 + SINKS):
-                        arena = Arena.open(tmp_path / f"arena{sink}")
-                        spec = arena.layout.by_name["w"]
-                        got = torch.frombuffer(
-                            bytearray(arena.map_version(version)[spec.offset_bytes :][: spec.nbytes]), dtype=torch.float32
-                        )
-                        assert torch.equal(got.view(1000, 1000), weights(version)["w"])
-                workers.stop_all()
-                await asyncio.to_thread(world.wait, 20)
-                assert world.returncode == 0
-            finally:
-                await asyncio.to_thread(end, world)
+        cluster = RelayCluster(tmp_path, world=world)
+        async with cluster.running():
+            await cluster.up()
+            assert {cluster.workers.greeting(n).relay.world for n in cluster.names} == {"w0" if world == 3 else ""}
+            for version in range(4):
+                cluster.publish(weights, version)
+                received = await cluster.distribution.bring(SINKS, version)
+                assert received > 2 * 1_200_000 if version == 0 else received < 100_000
+                assert_all_hold(cluster, weights, version)
+                change(weights, 0.003, generator)
+            assert segments() <= before
+            cluster.workers.stop_all()
+            for process in cluster.processes.values():
+                assert await asyncio.to_thread(process.wait, 20) == 0
 
     asyncio.run(scenario())
-    assert Arena.open(tmp_path / "arena1").versions() == [1, 2]  # retained_versions = 2
     assert segments() <= before
 
 
-def test_a_relay_killed_in_the_world_is_an_error_within_the_deadline_not_a_hang(tmp_path):
-    before = segments()
+def test_killed_relays_of_a_world_come_back_without_mpi_and_the_versions_go_on(tmp_path, generator):
+    before, weights = segments(), model(generator)
 
     async def scenario():
-        async with controller_in(tmp_path) as workers:
-            world = start(tmp_path, [find_mpiexec("mpiexec"), "-n", str(len(WORLD)), *relay_command(tmp_path, deadline_s=2.0)])
-            try:
-                await workers.wait_for(WORLD, 60)
-                victim = max(relay_pids(world.pid))
-                os.kill(victim, signal.SIGKILL)
-                digest = WeightPublisher(weights(0), tmp_path / "arena0", 0, 1, "float32").publish(0).digest
-                begun = time.monotonic()
-                with pytest.raises(RunFailed):
-                    await workers.call(WORLD, lambda i: TransferVersion(i, 1, 0, digest), VersionTransferred, 8)
-                assert time.monotonic() - begun < 15
-            finally:
-                await asyncio.to_thread(end, world)
+        cluster = RelayCluster(tmp_path, deadline_s=8.0)
+        async with cluster.running():
+            await cluster.up()
+            cluster.publish(weights, 0)
+            await cluster.distribution.bring(SINKS, 0)
+            for version, victim in ((1, "relay-2"), (2, "relay-0"), (3, None)):
+                if victim is not None:
+                    cluster.kill(victim)
+                change(weights, 0.01, generator)
+                cluster.publish(weights, version)
+                await cluster.distribution.bring(SINKS, version)
+                assert_all_hold(cluster, weights, version)
+            assert cluster.workers.greeting("relay-0").relay.world == "" == cluster.workers.greeting("relay-2").relay.world
+            assert cluster.workers.greeting("relay-1").relay.world == "w0"
 
     asyncio.run(scenario())
-    assert segments() <= before and not relay_pids_of(tmp_path)
+    assert segments() <= before
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
 
 
 def test_a_launcher_that_starts_separate_worlds_is_reported_as_what_it_is(tmp_path):
     async def scenario():
-        async with controller_in(tmp_path) as workers:
-            worlds = [start(tmp_path, relay_command(tmp_path)) for _ in range(2)]  # as a foreign mpiexec would
-            try:
-                with pytest.raises(UsageError, match="separate worlds"):
-                    await workers.wait_for(WORLD, 60)
-                assert [await asyncio.to_thread(w.wait, 20) for w in worlds] == [2, 2]
-            finally:
-                for world in worlds:
-                    await asyncio.to_thread(end, world)
+        cluster = RelayCluster(tmp_path, world=1)
+        spec = cluster.spec(cluster.names, "w0")
+        async with cluster.running():
+            with (tmp_path / "alone.log").open("wb") as log:  # as a foreign mpiexec would start it
+                alone = subprocess.Popen([sys.executable, "-m", "rose_hpc.weights.relay", spec], stdout=log, stderr=log)
+            assert await asyncio.to_thread(alone.wait, 60) == 2
+            with pytest.raises(UsageError, match="separate worlds"):
+                await cluster.workers.wait_for(["relay-99"], 5)
 
     asyncio.run(scenario())
-    assert "separate worlds" in (tmp_path / "relays.log").read_text()
 
 
-def test_relays_end_by_themselves_when_the_controller_is_gone(tmp_path):
+def test_sigterm_of_the_launcher_ends_keepers_and_relays_quietly(tmp_path):
     async def scenario():
-        async with controller_in(tmp_path) as workers:
-            world = start(tmp_path, [find_mpiexec("mpiexec"), "-n", str(len(WORLD)), *relay_command(tmp_path)])
-            await workers.wait_for(WORLD, 60)
-            return world
+        cluster = RelayCluster(tmp_path)
+        async with cluster.running():
+            await cluster.up()
+            world = psutil.Process(cluster.processes["world"].pid)
+            family = world.children(recursive=True)
+            os.kill(world.pid, signal.SIGTERM)
+            _, alive = await asyncio.to_thread(psutil.wait_procs, family, 10)
+            assert not alive
 
-    world = asyncio.run(scenario())
-    try:
-        assert world.wait(20) != 0
-    finally:
-        end(world)
-    assert "does not answer" in (tmp_path / "relays.log").read_text()
-
-
-def relay_pids(ancestor):
-    """Pids of relays below a process, read from /proc."""
-    parents, relays = {}, []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rsplit(")", 1)[1].split()
-            command = (stat.parent / "cmdline").read_bytes()
-        except OSError:
-            continue
-        pid = int(stat.parent.name)
-        parents[pid] = int(fields[1])
-        if b"rose_hpc.weights.relay" in command and b"python" in command.split(b"\0")[0]:
-            relays.append(pid)
-    return [p for p in relays if ancestor in _ancestors(p, parents)]
+    asyncio.run(scenario())
 
 
-def _ancestors(pid, parents):
-    while pid in parents:
-        pid = parents[pid]
-        yield pid
+def test_a_relay_whose_controller_falls_silent_ends_by_itself(tmp_path):
+    async def scenario():
+        cluster = RelayCluster(tmp_path, sinks=1, world=1)
+        async with cluster.running():
+            await cluster.up()
+        return cluster
 
-
-def relay_pids_of(tmp_path):
-    """Pids of processes that run this test's relay spec."""
-    wanted, found = str(tmp_path / "spec.json").encode(), []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if wanted in file.read_bytes():
-                found.append(int(file.parent.name))
-        except OSError:
-            continue
-    return found
+    begun = time.monotonic()
+    cluster = asyncio.run(scenario())
+    assert time.monotonic() - begun < 40
+    assert all(p.poll() is not None for p in cluster.processes.values())

@@ -12,7 +12,7 @@ from rose_hpc.control import ADDRESS_FILE, make_token, read_address
 from rose_hpc.messages import TOKEN_HEADER, Command, Stop, Stopped, WorkerUp, decode, encode
 from rose_hpc.metrics.run import Run
 from rose_hpc.models.tokenizer import make_tokenizer
-from rose_hpc.rollout.controller import Controller, ControllerSpec, RelayRole
+from rose_hpc.rollout.controller import Controller, ControllerSpec, RelayPlace
 from rose_hpc.rollout.envs.frozen_lake import WORDS
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
@@ -31,7 +31,10 @@ def spec(tmp_path):
         model_dir=model_dir,
         attempt=0,
         started_s=time.time(),
-        relays=[RelayRole(role="source"), RelayRole(role="sink", feeds="dedicated")],
+        relays={
+            "relay-0": RelayPlace(partition="trainer", node="trainer", ranks=(0,)),
+            "relay-1": RelayPlace(partition="rollout", node="rollout", feeds="dedicated"),
+        },
         dedicated=1,
         opportunistic=0,
         config=load(QUICKSTART, []),

@@ -8,7 +8,7 @@ from rose_hpc.errors import RunFailed, UsageError
 from rose_hpc.messages import CheckpointSaved, PublishVersion, Stop, VersionWritten, WorkerFailed, WorkerUp
 from rose_hpc.rollout.workers import WorkerPool
 
-WRITTEN = VersionWritten(version=3, digest=1, shard_bytes=4, write_s=0.1)
+WRITTEN = VersionWritten(version=3, digest=1, shard_bytes=4, write_s=0.1, base=2, streams={0: 4})
 
 
 def pool_of(*names):

@@ -28,6 +28,7 @@ from rose_hpc.control import WorkerChannel, make_token, publish_address
 from rose_hpc.errors import ConfigError, ControlError
 from rose_hpc.messages import (
     CheckpointSaved,
+    FetchVersion,
     PublishVersion,
     Reply,
     SaveCheckpoint,
@@ -35,7 +36,6 @@ from rose_hpc.messages import (
     Stop,
     Stopped,
     TrainStep,
-    TransferVersion,
     VersionWritten,
     WorkerFailed,
     WorkerUp,
@@ -153,6 +153,7 @@ def spec(folder: Path, rank: int, attempt: int, **changes: object) -> TrainerSpe
         "temperature": 1.0,
         "wire_dtype": "float32",
         "retained_versions": 4,
+        "bucket_bytes": 1 << 20,
         "seed": 3,
         "resume": False,
         "lease_ttl_s": 10,
@@ -218,7 +219,7 @@ class Written:
 
     def publish(self, version: int) -> Shard:
         self.versions.append(version)
-        return PublishedShard(version, digest=11, shard_bytes=12)
+        return PublishedShard(version, digest=11, shard_bytes=12, encoded_bytes=0, changes=0, base=-1, stream_bytes={0: 0})
 
 
 def test_a_rank_refuses_a_step_twice_and_a_command_that_is_not_its_own(tmp_path: Path, alone: None) -> None:
@@ -230,7 +231,7 @@ def test_a_rank_refuses_a_step_twice_and_a_command_that_is_not_its_own(tmp_path:
     with pytest.raises(ControlError, match="out of order"):
         rank.handle(step)
     with pytest.raises(ControlError, match="not a command"):
-        rank.handle(TransferVersion(2, 0, 9, 11))
+        rank.handle(FetchVersion(2, 0, 9, 8, 11, [], {}, ""))
     assert rank.handle(SaveCheckpoint(3, 5, 10)).step == 5
     assert read_progress(tmp_path / "step-000005") == Progress(5, 10, 3)
 

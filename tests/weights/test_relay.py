@@ -1,178 +1,332 @@
-"""Relays over an in-memory transport: what arrives is what was published, and lies are caught."""
-
-import queue
-import threading
+"""Relays carry versions from arena to arena: trees, resumption, keyframes under way, and every way a message can be wrong."""
 
 import numpy as np
 import pytest
 import torch
+from relay_rig import BUCKET_BYTES, Rig
 
-from rose_hpc.errors import RoseError, TransferTimeout, WeightsError
-from rose_hpc.messages import TransferVersion, encode
+from rose_hpc.weights import wire
 from rose_hpc.weights.arena import Arena
-from rose_hpc.weights.digest import combine, digest_image
-from rose_hpc.weights.publisher import WeightPublisher
-from rose_hpc.weights.relay import HEADER, Pull, Relay, RelayNode, RelaySpec
+from rose_hpc.weights.relay_messages import MAGIC, Manifest, Pull, is_control, pack, unpack
+
+KEYFRAME = -1
 
 
-class QueueTransport:
-    """A seam: messages between threads. `tamper(message)` may change what this rank sends."""
-
-    def __init__(self, rank, boxes, tamper=lambda m: m):
-        self.rank, self.size, self._boxes, self._tamper = rank, len(boxes), boxes, tamper
-        self.sent_bytes = self.received_bytes = 0
-
-    def send(self, peer, content, deadline_s):
-        content = self._tamper(bytes(content))
-        if content is None:
-            return
-        self.sent_bytes += len(content)
-        self._boxes[peer][self.rank].put(content)
-
-    def receive(self, peer, max_bytes, deadline_s):
-        try:
-            content = self._boxes[self.rank][peer].get(timeout=deadline_s)
-        except queue.Empty:
-            raise TransferTimeout("nothing came") from None
-        if len(content) > max_bytes:
-            raise WeightsError("too long")
-        self.received_bytes += len(content)
-        return memoryview(content)
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
 
 
-def tensors(seed):
-    g = torch.Generator().manual_seed(seed)
-    return {"a": torch.randn(37, 8, generator=g), "b": torch.randn(5, generator=g), "c": torch.randn(3, 3, 3, generator=g)}
+def assert_holds(rig, name, version):
+    state = Arena.open(rig.path / name).state()
+    assert (state.version, state.verified, state.digest) == (version, True, rig.published[version].digest)
+    assert np.array_equal(rig.image(name), rig.trainer_bits())
 
 
-def world_of(tmp_path, roles, tamper=lambda m: m, bucket_bytes=256, deadline_s=5.0):
-    nodes = [RelayNode(name=f"{role}{i}", role=role, arena=tmp_path / f"arena{i}") for i, role in enumerate(roles)]
-    spec = RelaySpec(
-        control_dir=tmp_path, nodes=nodes, bucket_bytes=bucket_bytes, retained_versions=2, deadline_s=deadline_s, lease_ttl_s=5
-    )
-    boxes = [[queue.Queue() for _ in nodes] for _ in nodes]
-    return [Relay(spec, QueueTransport(r, boxes, tamper if roles[r] == "source" else lambda m: m)) for r in range(len(nodes))]
+def test_a_keyframe_and_deltas_reach_every_sink_bit_for_bit(tmp_path):
+    rig = Rig(tmp_path, sinks=4)
+    sinks = [f"relay-{i}" for i in range(1, 5)]
+    rig.publish(0)
+    for version in range(4):
+        if version > 0:
+            rig.change()
+            rig.publish(version)
+        replies = rig.fetch(version, version - 1, sinks)
+        assert all(r.verified and not r.fault and r.version == version for r in replies.values()), replies
+        for sink in sinks:
+            assert_holds(rig, sink, version)
 
 
-def transfer(relays, command):
-    """Run every relay's part in its own thread; a list of results or errors by rank."""
-    results = [None] * len(relays)
-
-    def part(rank):
-        try:
-            results[rank] = relays[rank].transfer(command)
-        except RoseError as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=part, args=(r,)) for r in range(len(relays))]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(30)
-        assert not t.is_alive()
-    return results
+def test_a_stream_leaves_the_trainers_relay_once_however_many_sinks_there_are(tmp_path):
+    left = {}
+    for sinks in (1, 4):
+        torch.manual_seed(0)
+        rig = Rig(tmp_path / str(sinks), sinks=sinks)
+        names = [f"relay-{i}" for i in range(1, 1 + sinks)]
+        rig.publish(0)
+        rig.fetch(0, KEYFRAME, names)
+        before = rig.relays["relay-0"]._links.sent_bytes
+        rig.change()
+        rig.publish(1)
+        rig.fetch(1, 0, names)
+        left[sinks] = rig.relays["relay-0"]._links.sent_bytes - before
+    assert left[4] == left[1]
 
 
-def publish(tmp_path, ranks_on_node, version, seed=0):
-    """Publish with plain tensors: rank 0 owns everything; its node is arena0."""
-    return combine(
-        [
-            WeightPublisher(tensors(seed), tmp_path / "arena0", r, ranks_on_node, "float32").publish(version).digest
-            for r in range(ranks_on_node)
-        ]
-    )
+def test_several_streams_enter_at_different_sinks_and_keyframes_are_passed_on_while_they_come_in(tmp_path):
+    rig = Rig(tmp_path, sinks=3, elements=20_000, streams=4)
+    sinks = ["relay-1", "relay-2", "relay-3"]
+    for version in range(3):
+        rig.change()
+        rig.publish(version)
+        replies = rig.fetch(version, version - 1, sinks)
+        assert all(r.verified for r in replies.values()), replies
+        for sink in sinks:
+            assert_holds(rig, sink, version)
+    passed_on = [rig.relays[s]._links.sent_bytes for s in sinks]
+    assert all(n > 15_000 for n in passed_on)  # each is the entry of some stream, and gives it to the others
 
 
-def test_every_sink_holds_the_published_bits_and_bytes_are_counted(tmp_path):
-    digest = publish(tmp_path, 2, version=4)
-    results = transfer(world_of(tmp_path, ["source", "sink", "sink"]), TransferVersion(1, 1, 4, digest))
-    image_bytes = sum(t.numel() * 4 for t in tensors(0).values())
-    for rank in (1, 2):
-        assert results[rank].verified and results[rank].digest == digest and results[rank].received_bytes >= image_bytes
-        arena = Arena.open(tmp_path / f"arena{rank}")
-        image = arena.map_version(4)
-        for spec in arena.layout.parameters:
-            got = image[spec.offset_bytes : spec.offset_bytes + spec.nbytes].view(np.float32).reshape(spec.shape)
-            assert (got == tensors(0)[spec.name].numpy()).all()
-    assert results[0].sent_bytes >= 2 * image_bytes
+def test_a_delta_is_much_smaller_than_the_image(tmp_path):
+    rig = Rig(tmp_path, elements=200_000)
+    rig.publish(0)
+    dense = rig.fetch(0, KEYFRAME, ["relay-1"])["relay-1"].received_bytes
+    rig.change(0.003)
+    rig.publish(1)
+    assert rig.fetch(1, 0, ["relay-1"])["relay-1"].received_bytes < dense / 20
 
 
-def flip_payload(message):
-    """Damage the last byte of every bucket."""
-    return message[:-1] + bytes([message[-1] ^ 1]) if message[:4] == b"RSE1" else message
+def test_the_same_command_again_is_answered_at_once_and_moves_nothing(tmp_path):
+    rig = Rig(tmp_path)
+    rig.publish(0)
+    rig.fetch(0, KEYFRAME, ["relay-1"])
+    again = rig.fetch(0, KEYFRAME, ["relay-1"])["relay-1"]
+    assert again.verified and again.received_bytes == 0
 
 
-def test_a_flipped_bit_is_detected_and_never_committed_and_a_clean_retry_heals(tmp_path):
-    digest = publish(tmp_path, 1, version=1)
-    results = transfer(world_of(tmp_path, ["source", "sink"], flip_payload), TransferVersion(1, 1, 1, digest))
-    assert not results[1].verified and Arena.open(tmp_path / "arena1").versions() == []
-    results = transfer(world_of(tmp_path, ["source", "sink"]), TransferVersion(2, 2, 1, digest))
-    assert results[1].verified and Arena.open(tmp_path / "arena1").versions() == [1]
+def test_deltas_from_another_version_than_the_sink_holds_are_refused_and_nothing_changes(tmp_path):
+    rig = Rig(tmp_path)
+    rig.publish(0)
+    rig.fetch(0, KEYFRAME, ["relay-1"])
+    held = rig.image("relay-1")
+    for version in (1, 2):
+        rig.change()
+        rig.publish(version)
+    reply = rig.fetch(2, 1, ["relay-1"])["relay-1"]
+    assert not reply.verified and "another version" in reply.fault and reply.version == 0
+    assert np.array_equal(rig.image("relay-1"), held)
 
 
-def replay_other_version(message):
-    if message[:4] != b"RSE1":
-        return message
-    magic, generation, version, offset, nbytes = HEADER.unpack_from(message)
-    return HEADER.pack(magic, generation, version - 1, offset, nbytes) + message[HEADER.size :]
+@pytest.mark.parametrize("damage", ["flip", "truncate", "drop"])
+def test_a_damaged_bucket_is_a_fault_and_the_next_generation_asks_only_for_what_is_missing(tmp_path, damage):
+    rig = Rig(tmp_path, elements=20_000, deadline_s=1.0)
+    rig.publish(0)
+    rig.fetch(0, KEYFRAME, ["relay-1"])
+    rig.change(0.2)
+    rig.publish(1)
+    held, seen = rig.image("relay-1"), []
+
+    def tamper(source, target, message):
+        if is_control(memoryview(message)):
+            return [message]
+        seen.append(message)
+        if len(seen) != 5:
+            return [message]
+        broken = bytearray(message)
+        broken[-3] ^= 0x10
+        return {"flip": [bytes(broken)], "truncate": [message[:-5]], "drop": []}[damage]
+
+    rig.network.tamper = tamper
+    if damage == "drop":  # nothing more comes: silence
+        rig.network.tamper = lambda s, t, m: tamper(s, t, m) if len(seen) < 5 else [m] if is_control(memoryview(m)) else []
+    reply = rig.run(rig.order(1, 0, ["relay-1"]), rounds=10**6)["relay-1"]
+    assert not reply.verified and reply.fault
+    assert np.array_equal(rig.image("relay-1"), held)  # never served, never applied
+    rig.network.tamper = lambda source, target, message: [message]
+    total = sum(s.buckets(BUCKET_BYTES) for s in Arena.open(tmp_path / "relay-0").plan.streams)
+    sent_before = rig.relays["relay-0"]._links.sent_bytes
+    assert rig.fetch(1, 0, ["relay-1"])["relay-1"].verified
+    resent = rig.relays["relay-0"]._links.sent_bytes - sent_before
+    assert resent < sum(len(m) for m in seen[:1]) * total
+    assert_holds(rig, "relay-1", 1)
+
+
+def test_duplicated_and_reordered_buckets_change_nothing(tmp_path):
+    rig = Rig(tmp_path, elements=20_000)
+    rig.publish(0)
+    rig.network.tamper = lambda source, target, message: [message] if is_control(memoryview(message)) else [message, message]
+    assert rig.fetch(0, KEYFRAME, ["relay-1"])["relay-1"].verified
+    rig.change()
+    rig.publish(1)
+    held_back = []
+
+    def reorder(source, target, message):
+        if is_control(memoryview(message)):
+            return [message]
+        held_back.append(message)
+        return [] if len(held_back) % 3 else [held_back[-1], held_back[-2], held_back[-3]]
+
+    rig.network.tamper = reorder
+    calls = rig.order(1, 0, ["relay-1"])
+    for _ in range(60):
+        rig.turn()
+    for message in held_back[-(len(held_back) % 3) :] if len(held_back) % 3 else []:
+        rig.network.tamper = lambda s, t, m: [m]
+        rig.network.deliver("relay-0", "relay-1", message)
+    assert rig.run(calls)["relay-1"].verified
+    assert_holds(rig, "relay-1", 1)
+
+
+def test_a_replayed_bucket_of_an_older_version_is_ignored(tmp_path):
+    rig = Rig(tmp_path)
+    rig.publish(0)
+    rig.fetch(0, KEYFRAME, ["relay-1"])
+    old = []
+    rig.network.tamper = lambda s, t, m: [m] if is_control(memoryview(m)) else (old.append(m) or [m])
+    rig.change()
+    rig.publish(1)
+    rig.fetch(1, 0, ["relay-1"])
+    rig.network.tamper = lambda s, t, m: [m] if is_control(memoryview(m)) else [old[0], m]
+    rig.change()
+    rig.publish(2)
+    assert rig.fetch(2, 1, ["relay-1"])["relay-1"].verified
+    assert_holds(rig, "relay-1", 2)
+
+
+def test_a_forged_bucket_with_a_valid_checksum_is_found_by_the_digest_and_healed_by_a_keyframe(tmp_path):
+    rig = Rig(tmp_path)
+    rig.publish(0)
+    rig.fetch(0, KEYFRAME, ["relay-1"])
+    rig.change()
+    rig.publish(1)
+
+    def forge(source, target, message):
+        if is_control(memoryview(message)):
+            return [message]
+        header, _ = wire.unpack(message)
+        if header.kind != wire.Kind.DELTA or header.changes == 0:
+            return [message]
+        return [wire.pack(wire.BucketHeader(**{**header.__dict__, "changes": 0, "payload_bytes": 0}), b"")]
+
+    rig.network.tamper = forge
+    reply = rig.fetch(1, 0, ["relay-1"])["relay-1"]
+    assert not reply.verified and reply.digest != rig.published[1].digest
+    assert not Arena.open(tmp_path / "relay-1").state().verified  # engines refuse it
+    rig.network.tamper = lambda s, t, m: [m]
+    assert rig.fetch(1, KEYFRAME, ["relay-1"])["relay-1"].verified
+    assert_holds(rig, "relay-1", 1)
+
+
+def test_an_expected_digest_that_is_wrong_is_never_verified(tmp_path):
+    rig = Rig(tmp_path)
+    rig.publish(0)
+    reply = rig.fetch(0, KEYFRAME, ["relay-1"], digest=123)["relay-1"]
+    assert not reply.verified and reply.digest == rig.published[0].digest
+
+
+def test_a_lost_parent_is_named_and_the_sink_goes_on_with_another_from_what_it_has(tmp_path):
+    rig = Rig(tmp_path, sinks=2, elements=40_000)
+    rig.publish(0)
+    rig.fetch(0, KEYFRAME, ["relay-1"])
+    calls = rig.order(0, KEYFRAME, ["relay-2"], givers=["relay-1"])
+    for _ in range(4):
+        rig.turn()
+    rig.kill("relay-1")
+    reply = rig.run(calls)["relay-2"]
+    assert not reply.verified and reply.lost == "relay-1"
+    assert rig.fetch(0, KEYFRAME, ["relay-2"])["relay-2"].verified
+    assert_holds(rig, "relay-2", 0)
+
+
+def test_a_parent_that_cannot_be_reached_is_named(tmp_path):
+    rig = Rig(tmp_path, sinks=2)
+    rig.publish(0)
+    rig.kill("relay-1")
+    reply = rig.run(rig.order(0, KEYFRAME, ["relay-2"], givers=["relay-1"]))["relay-2"]
+    assert reply.lost == "relay-1" and "reach" in reply.fault
+
+
+def test_a_silent_parent_is_given_up_after_the_deadline(tmp_path):
+    rig = Rig(tmp_path, deadline_s=0.2)
+    rig.publish(0)
+    rig.network.tamper = lambda source, target, message: []
+    reply = rig.run(rig.order(0, KEYFRAME, ["relay-1"]), rounds=10**6)["relay-1"]
+    assert reply.lost == "relay-0" and "silent" in reply.fault
+
+
+def test_a_relay_that_was_killed_goes_on_from_its_arena(tmp_path):
+    rig = Rig(tmp_path, elements=40_000)
+    rig.publish(0)
+    rig.fetch(0, KEYFRAME, ["relay-1"])
+    rig.change(0.1)
+    rig.publish(1)
+    rig.order(1, 0, ["relay-1"])
+    for _ in range(3):
+        rig.turn()
+    rig.kill("relay-1")
+    rig.start("relay-1")
+    assert rig.relays["relay-1"].arena_version == 0
+    assert rig.fetch(1, 0, ["relay-1"])["relay-1"].verified
+    assert_holds(rig, "relay-1", 1)
+
+
+def test_a_keyframe_on_its_way_stays_one_version_while_its_giver_goes_on(tmp_path):
+    rig = Rig(tmp_path, sinks=2, elements=60_000)
+    rig.publish(0)
+    rig.fetch(0, KEYFRAME, ["relay-1"])
+    expected = rig.trainer_bits()
+    slow = rig.order(0, KEYFRAME, ["relay-2"], givers=["relay-1"])
+    window = rig.relays["relay-1"]._links
+    window.queued_bytes = lambda peer: 1 << 40 if peer == "relay-2" and rig.turns % 40 else 0
+    rig.turns = 0
+    for version in (1, 2):
+        rig.change(0.3)
+        rig.publish(version)
+        calls = rig.order(version, version - 1, ["relay-1"])
+        while calls["relay-1"] not in rig.replies:
+            rig.turns += 1
+            rig.turn()
+        assert rig.replies[calls["relay-1"]].verified
+    assert slow["relay-2"] not in rig.replies  # it was still on its way
+    window.queued_bytes = lambda peer: 0
+    assert rig.run(slow)["relay-2"].verified
+    assert np.array_equal(rig.image("relay-2"), expected)
+    assert_holds(rig, "relay-1", 2)
+
+
+@pytest.mark.parametrize("message", [b"", b"RS", MAGIC + b"\xff\xff", b"RSW1", b"RSW1" + bytes(200), b"x" * 5000])
+def test_bytes_that_are_no_message_cost_their_sender_and_nobody_else(tmp_path, message):
+    rig = Rig(tmp_path)
+    rig.publish(0)
+    rig.network.inboxes["stranger"] = []
+    rig.network.deliver("stranger", "relay-0", message)
+    rig.network.deliver("stranger", "relay-1", message)
+    assert rig.fetch(0, KEYFRAME, ["relay-1"])["relay-1"].verified
 
 
 @pytest.mark.parametrize(
-    "tamper",
-    [replay_other_version, lambda m: m[:-3] if m[:4] == b"RSE1" else m, lambda m: m[:2], lambda m: m + b"\0" if m[:4] == b"RSE1" else m],
-    ids=["replayed", "truncated", "rubbish", "too long"],
+    "pull",
+    [
+        Pull(1, 0, -1, {999: []}, ""),
+        Pull(1, 0, -1, {-1: []}, ""),
+        Pull(1, 77, -1, {0: []}, ""),
+        Pull(1, 0, -1, {0: [10**12]}, ""),
+    ],
 )
-def test_a_message_that_is_not_what_was_asked_for_fails_the_transfer(tmp_path, tamper):
-    digest = publish(tmp_path, 1, version=5)
-    results = transfer(world_of(tmp_path, ["source", "sink"], tamper, deadline_s=0.5), TransferVersion(1, 1, 5, digest))
-    assert isinstance(results[1], RoseError)
-    assert not (tmp_path / "arena1" / "v5.json").exists()
+def test_a_pull_of_what_there_is_not_is_refused_or_harmless(tmp_path, pull):
+    rig = Rig(tmp_path, deadline_s=0.1)
+    rig.publish(0)
+    rig.network.inboxes["stranger"] = []
+    rig.network.deliver("stranger", "relay-0", pack(pull))
+    assert rig.fetch(0, KEYFRAME, ["relay-1"])["relay-1"].verified
 
 
-def test_a_silent_source_is_a_timeout_not_a_hang(tmp_path):
-    digest = publish(tmp_path, 1, version=0)
-    results = transfer(world_of(tmp_path, ["source", "sink"], lambda m: None, deadline_s=0.2), TransferVersion(1, 1, 0, digest))
-    assert isinstance(results[1], TransferTimeout) and isinstance(results[0], TransferTimeout)
+def test_a_manifest_that_does_not_fit_the_plan_is_a_fault(tmp_path):
+    rig = Rig(tmp_path)
+    rig.publish(0)
+
+    def more_buckets(source, target, message):
+        if not is_control(memoryview(message)) or not isinstance(manifest := unpack(memoryview(message)), Manifest):
+            return [message]
+        counts = {s: n + 1 for s, n in manifest.buckets.items()}
+        return [
+            pack(
+                Manifest(
+                    manifest.generation, manifest.version, manifest.base, counts, manifest.bucket_bytes, manifest.layout, manifest.plan
+                )
+            )
+        ]
+
+    rig.network.tamper = more_buckets
+    reply = rig.fetch(0, KEYFRAME, ["relay-1"])["relay-1"]
+    assert "manifest" in reply.fault and not reply.verified
 
 
-def test_the_buckets_of_several_sinks_take_turns(tmp_path):
-    digest, sent = publish(tmp_path, 1, version=0), []
-    relays = world_of(tmp_path, ["source", "sink", "sink"])
-    source = relays[0]._transport
-    deliver = source.send
-
-    def send(peer, content, deadline_s):
-        if content[:4] == b"RSE1":
-            sent.append(peer)
-        deliver(peer, content, deadline_s)
-
-    source.send = send
-    results = transfer(relays, TransferVersion(1, 1, 0, digest))
-    assert results[1].verified and results[2].verified
-    assert len(sent) > 4 and sent == [1, 2] * (len(sent) // 2)
-
-
-@pytest.mark.parametrize("run", [(0, 0), (0, -4), (-4, 4), (0, 260)], ids=["empty", "negative", "before the image", "over a bucket"])
-def test_a_source_refuses_to_send_what_is_no_bucket(tmp_path, run):
-    digest = publish(tmp_path, 1, version=0)
-    relays = world_of(tmp_path, ["source", "sink"])
-    relays[1]._transport.send(0, encode(Pull(1, 0, [run])), 1.0)
-    with pytest.raises(WeightsError):
-        relays[0].transfer(TransferVersion(1, 1, 0, digest))
-
-
-def test_a_version_that_was_never_published_is_an_error(tmp_path):
-    publish(tmp_path, 1, version=0)
-    results = transfer(world_of(tmp_path, ["source", "sink"], deadline_s=0.2), TransferVersion(1, 1, 7, 0))
-    assert "no shard" in str(results[0])
-
-
-def test_the_bfloat16_wire_carries_the_bits_of_the_rounded_weights(tmp_path):
-    source = {"w": torch.tensor([[-0.0, float("nan")], [1.0 + 2**-9, 3e38]])}
-    shard = WeightPublisher(source, tmp_path / "arena0", 0, 1, "bfloat16").publish(0)
-    results = transfer(world_of(tmp_path, ["source", "sink"]), TransferVersion(1, 1, 0, shard.digest))
-    assert results[1].verified
-    arena = Arena.open(tmp_path / "arena1")
-    bits = torch.from_numpy(arena.map_version(0).view(np.int16).copy())
-    assert (bits == source["w"].bfloat16().reshape(-1).view(torch.int16)).all()
-    assert digest_image(arena.layout, arena.map_version(0)) == shard.digest
+def test_another_tree_than_the_controllers_is_refused(tmp_path):
+    rig = Rig(tmp_path)
+    rig.publish(0)
+    calls = rig.order(0, KEYFRAME, ["relay-1"])
+    command = rig.commands["relay-1"].get()
+    fields = {name: getattr(command, name) for name in command.__struct_fields__}
+    rig.commands["relay-1"].put(type(command)(**{**fields, "tree": "0" * 64}))
+    assert "different trees" in rig.run(calls)["relay-1"].fault

@@ -1,0 +1,62 @@
+"""The report of `rose-hpc bench weights` as text: what a person wants to compare, one row per measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_SPEEDS = {
+    "encode": "encode",
+    "apply": "apply",
+    "apply_undigested": "no digest",
+    "digest": "digest",
+    "coo_encode": "COO encode",
+    "coo_apply": "COO apply",
+}
+
+
+def render(report: dict[str, Any]) -> str:
+    """Plain text, at most 140 columns."""
+    parts = [_codec(report["codec"])]
+    if report["link"] is not None:
+        parts.append(_link(report["link"]))
+    return "\n\n".join([*parts, f"{report['wall_s']:.0f} s"])
+
+
+def _codec(codec: dict[str, Any]) -> str:
+    rows = [(f"{100 * r['density']:g} % {r['positions']}", r) for r in codec["synthetic"]]
+    rows += [(f"lr {r['learning_rate']:g}, step {r['step'] + 1}", r) for r in codec["real"]]
+    head = ["update", "changed", "bits/value", "MB", "bytes/bound", "COO", "zstd 3", "dense", *_SPEEDS.values()]
+    title = f"Codec, one core, image of {codec['image_bytes'] / 1e6:.0f} MB; bytes over the entropy bound, speeds over memcpy"
+    scaling, threads = codec["scaling"]["rows"], codec["scaling"]["threads"]
+    more = [
+        f"{threads} threads, {100 * r['density']:g} % changed: encode × {r['encode_speedup']:.2f}, apply × {r['apply_speedup']:.2f}"
+        for r in scaling
+    ]
+    return "\n".join([title, _aligned([head, *(_codec_row(name, row) for name, row in rows)]), *more])
+
+
+def _codec_row(name: str, r: dict[str, Any]) -> list[str]:
+    sizes = [f"{100 * r['changed_frac']:.2f} %", f"{r['value_entropy_bits']:.2f}", f"{r['bytes'] / 1e6:.2f}"]
+    zstd = f"{r['zstd_3']['bytes_over_entropy']:.2f}" if "zstd_3" in r else ""
+    ratios = [f"{r['bytes_over_entropy']:.3f}", f"{r['coo_bytes_over_entropy']:.2f}", zstd, f"{r['dense_bytes_over_entropy']:.0f}"]
+    return [name, *sizes, *ratios, *(f"{r[f'{speed}_over_memcpy']:.2f}" for speed in _SPEEDS)]
+
+
+def _link(link: dict[str, Any]) -> str:
+    head = ["way", "Gb/s", "receivers", "changed", "s", "MB over the link"]
+    title = f"Link, 4 trainer ranks, image of {link['image_bytes'] / 1e6:.0f} MB; from the command to publish to the last receiver"
+    return "\n".join([title, _aligned([head, *map(_link_row, link["rows"])])])
+
+
+def _link_row(r: dict[str, Any]) -> list[str]:
+    case = [r["way"], f"{r['bits_per_s'] / 1e9:g}", str(r["receivers"]), f"{100 * r['density']:g} %"]
+    return [*case, f"{r['seconds']:.4f}", f"{r['bytes'] / 1e6:.2f}"]
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    first, *others = zip(*rows, strict=True)
+    columns = [[cell.ljust(widths[0]) for cell in first]]
+    columns += [[cell.rjust(width) for cell in column] for column, width in zip(others, widths[1:], strict=True)]
+    return "\n".join("  ".join(cells) for cells in zip(*columns, strict=True))

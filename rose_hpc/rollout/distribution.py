@@ -1,0 +1,275 @@
+"""Brings published versions to the arenas that feed executors: plans generations, retries, catches up, heals. Moves no byte itself.
+
+    published v ─▶ round: every sink that is behind gets its next stage ─▶ replies ─▶ round … ─▶ all hold v, verified
+
+    stage of a sink that holds w      delta w → v                 its deltas are still kept along the chain, one stage per version
+                                      keyframe v                  holds nothing, its chain is gone, or its bits were found wrong
+
+Each stage of a round is a generation with a tree of its own (weights/tree.py). A late sink pulls from the nearest sink that has the
+version, and from the trainer's relays only when no sink has it. A relay that failed somebody is asked again once it has come back.
+
+Invariants
+- A sink counts as holding a version only after it has recomputed the trainer's digest.
+- Every fault is an event in the metrics; a mismatch is followed by a keyframe, a second one in a keyframe is the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from rose_hpc.errors import DigestMismatch, TransferTimeout
+from rose_hpc.messages import FetchVersion, RelayMember, VersionFetched, WorkerUp
+from rose_hpc.metrics.writer import MetricsClient
+from rose_hpc.rollout.workers import NoReply, WorkerPool
+from rose_hpc.weights.relay_spec import TREE_COST
+from rose_hpc.weights.tree import Member, plan_trees
+
+NOTHING = -1
+KEYFRAME = -1  # base of a version whose buckets are all dense
+RETRY_S = 0.2
+MISMATCHES = 2  # of one sink in one version before it is given up: a delta, then the keyframe that should have healed it
+BAD_BUCKETS = 2  # faults of one sink in one version, no peer being lost, before a keyframe is tried
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a relay stands. ranks: trainer ranks of its node, none at a sink; feeds: kind of the executors that its arena feeds."""
+
+    partition: str
+    node: str
+    ranks: tuple[int, ...] = ()
+    feeds: str | None = None
+
+
+@dataclass(frozen=True)
+class Published:
+    """A version as the trainer wrote it. streams: rank → stream → encoded bytes; base −1: there are no deltas to it."""
+
+    version: int
+    base: int
+    digest: int
+    image_bytes: int
+    streams: Mapping[int, Mapping[int, int]]
+
+    @property
+    def stream_bytes(self) -> dict[int, int]:
+        return {stream: nbytes for streams in self.streams.values() for stream, nbytes in streams.items()}
+
+
+@dataclass
+class _Trouble:
+    """What befell one sink while one version was brought to it."""
+
+    bad_buckets: int = 0
+    mismatches: int = 0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a sink needs next: the deltas from `base`, or a keyframe."""
+
+    version: int
+    base: int
+
+
+class Distribution:
+    """One per run. places: relay → where it stands. deadline_s: for one generation of one sink. retained: versions that arenas keep."""
+
+    def __init__(
+        self, workers: WorkerPool, places: Mapping[str, Place], metrics: MetricsClient, deadline_s: float, retained: int = 4
+    ) -> None:
+        self._workers, self._places, self._metrics = workers, places, metrics
+        self._deadline_s, self._retained = deadline_s, retained
+        self._published: dict[int, Published] = {}
+        self._held: dict[str, tuple[WorkerUp, int]] = {}
+        self._suspect: dict[str, WorkerUp] = {}
+        self._generation = 0
+
+    def publish(self, published: Published) -> None:
+        """The trainer has written a version; older ones than arenas keep are forgotten."""
+        self._published[published.version] = published
+        for version in sorted(self._published)[: -self._retained]:
+            del self._published[version]
+
+    def sinks(self, kind: str) -> list[str]:
+        """Relays whose arenas feed executors of this kind."""
+        return [name for name, place in self._places.items() if place.feeds == kind]
+
+    def is_up(self, relay: str) -> bool:
+        """Whether it has said hello and where it can be reached."""
+        hello = self._workers.greeting(relay)
+        return hello is not None and hello.relay is not None
+
+    def holds(self, sink: str) -> int:
+        """The verified version in a sink's arena; −1 for none, or while its relay has not said hello."""
+        hello = self._workers.greeting(sink)
+        if hello is None:
+            return NOTHING
+        known = self._held.get(sink)
+        return known[1] if known is not None and known[0] is hello else hello.arena_version
+
+    async def bring(self, sinks: Collection[str], version: int) -> int:
+        """Returns the bytes that they received once all hold the version. Raises DigestMismatch, TransferTimeout, RunFailed."""
+        received, troubles, end_s = 0, {sink: _Trouble() for sink in sinks}, time.monotonic() + 2 * self._deadline_s
+        while behind := [sink for sink in sinks if self.holds(sink) != version]:
+            if version not in self._published:
+                raise TransferTimeout(f"version {version} is not kept any more", got=f"still missing at {', '.join(behind)}")
+            stages: dict[Stage, list[str]] = {}
+            for sink in behind:
+                stages.setdefault(self._next(sink, version, troubles[sink]), []).append(sink)
+            wanted = {stage: self._published[stage.version] for stage in stages}  # which may be forgotten meanwhile
+            replies = await asyncio.gather(*(self._generation_of(stage, group) for stage, group in stages.items()))
+            done = True
+            for stage, group in zip(stages, replies, strict=True):
+                for sink, reply in group.items():
+                    received += reply.received_bytes
+                    done &= self._note(stage, wanted[stage], sink, reply, troubles[sink])
+            if not done:
+                self._give_up(troubles, version, end_s)
+                await asyncio.sleep(RETRY_S)
+        return received
+
+    # ── planning ──
+
+    def _next(self, sink: str, version: int, trouble: _Trouble) -> Stage:
+        held = self.holds(sink)
+        chain = [p for p in self._published.values() if p.base == held and held < p.version <= version]
+        if trouble.bad_buckets >= BAD_BUCKETS or held == NOTHING or not chain or not self._chain_reaches(held, version):
+            return Stage(version, KEYFRAME)
+        return Stage(chain[0].version, held)
+
+    def _chain_reaches(self, held: int, version: int) -> bool:
+        at = version
+        while at != held and at in self._published:
+            at = self._published[at].base
+        return at == held
+
+    def _members(self, stage: Stage, group: Sequence[str]) -> list[RelayMember]:
+        """Who takes part: the group, and the sinks that have the version, or, where there are none, the trainer's relays."""
+        published = self._published[stage.version]
+        every = sorted(published.stream_bytes)
+        members = [self._member(sink, [], every) for sink in group]
+        givers = [s for s in self._places if s not in group and self._can_give(s, stage)]
+        if givers:
+            return members + [self._member(s, every, []) for s in givers]
+        sources = [name for name, place in self._places.items() if place.ranks]
+        for name in sources:
+            own = sorted(s for rank in self._places[name].ranks for s in published.streams.get(rank, {}))
+            members.append(self._member(name, own, []))
+        return members
+
+    def _can_give(self, relay: str, stage: Stage) -> bool:
+        """A sink that serves dedicated executors, has the version (and its deltas), and has failed nobody since its last greeting."""
+        place, hello, held = self._places[relay], self._workers.greeting(relay), self.holds(relay)
+        if place.feeds != "dedicated" or hello is None or self._suspect.get(relay) is hello:
+            return False
+        if stage.base == KEYFRAME:
+            return held == stage.version
+        return held - self._retained < stage.version <= held and self._chain_reaches_from(stage, held)
+
+    def _chain_reaches_from(self, stage: Stage, held: int) -> bool:
+        return self._published[stage.version].base == stage.base and self._chain_reaches(stage.version, held)
+
+    def _member(self, name: str, holds: list[int], wants: list[int]) -> RelayMember:
+        place, hello = self._places[name], self._workers.greeting(name)
+        if hello is None or hello.relay is None:
+            raise TransferTimeout(f"{name} has not said where it can be reached", got=hello)
+        return RelayMember(name, place.partition, place.node, holds, wants, hello.relay)
+
+    # ── one generation ──
+
+    async def _generation_of(self, stage: Stage, group: Sequence[str]) -> dict[str, VersionFetched]:
+        self._generation += 1
+        generation, published = self._generation, self._published[stage.version]
+        try:
+            members = self._members(stage, group)
+        except TransferTimeout as error:
+            return {sink: _no_reply(self.holds(sink), str(error)) for sink in group}
+        costs = self._costs(stage, published)
+        tree = plan_trees([Member(m.name, m.partition, m.node, tuple(m.holds), tuple(m.wants)) for m in members], costs, TREE_COST)
+        make = lambda i: FetchVersion(  # noqa: E731
+            i, generation, stage.version, stage.base, published.digest, members, costs, tree.fingerprint
+        )
+
+        async def ask(sink: str) -> VersionFetched:
+            try:
+                return (await self._workers.call([sink], make, VersionFetched, 2 * self._deadline_s))[sink]
+            except NoReply as error:
+                return _no_reply(self.holds(sink), str(error))
+
+        return dict(zip(group, await asyncio.gather(*(ask(sink) for sink in group)), strict=True))
+
+    def _costs(self, stage: Stage, published: Published) -> dict[int, int]:
+        """Stream → bytes on the wire; of a keyframe, an equal part of the image each, which is near enough to plan a tree."""
+        encoded = published.stream_bytes
+        return encoded if stage.base != KEYFRAME else dict.fromkeys(encoded, published.image_bytes // max(len(encoded), 1))
+
+    # ── replies ──
+
+    def _note(self, stage: Stage, published: Published, sink: str, reply: VersionFetched, trouble: _Trouble) -> bool:
+        """Record a reply; whether the stage is done."""
+        hello = self._workers.greeting(sink)
+        if reply.fault:
+            self._event("transfer_fault", sink, f"version {stage.version}: {reply.fault}")
+            trouble.bad_buckets += not reply.lost
+            self._suspect_peer(reply.lost)
+            held = reply.version
+        else:
+            verified = reply.verified and reply.digest == published.digest
+            self._record(stage, published, sink, reply, verified)
+            held = stage.version if verified else NOTHING
+            if not verified:
+                trouble.mismatches += 1
+                self._event("digest_mismatch", sink, f"version {stage.version}: got {reply.digest:016x}; a keyframe follows")
+        if hello is not None:
+            self._held[sink] = (hello, held)
+        return not reply.fault and held == stage.version
+
+    def _suspect_peer(self, peer: str) -> None:
+        if peer and (hello := self._workers.greeting(peer)) is not None:
+            self._suspect[peer] = hello
+
+    def _give_up(self, troubles: Mapping[str, _Trouble], version: int, end_s: float) -> None:
+        if wrong := [sink for sink, trouble in troubles.items() if trouble.mismatches >= MISMATCHES]:
+            raise DigestMismatch(
+                f"version {version} arrived damaged {MISMATCHES} times",
+                got=f"at {', '.join(wrong)}",
+                expected=f"digest {self._published[version].digest:016x}",
+                remedy="check this node's memory and network",
+            )
+        if time.monotonic() > end_s:
+            late = [sink for sink in troubles if self.holds(sink) != version]
+            raise TransferTimeout(
+                f"version {version} did not arrive",
+                got=f"not at {', '.join(late)} in {2 * self._deadline_s:g} s",
+                remedy="see the events in the metrics, and logs/ in the run folder",
+            )
+
+    def _record(self, stage: Stage, published: Published, sink: str, reply: VersionFetched, verified: bool) -> None:
+        self._metrics.record(
+            "syncs",
+            version=stage.version,
+            time_s=time.time(),
+            receiver=sink,
+            how="keyframe" if stage.base == KEYFRAME else "delta",
+            wire_bytes=reply.received_bytes,
+            image_bytes=published.image_bytes,
+            transfer_s=reply.fetch_s,
+            apply_s=reply.apply_s,
+            pause_s=math.nan,
+            changes=reply.changes,
+            digest=reply.digest,
+            proof="digest",
+            verified=int(verified),
+        )
+
+    def _event(self, kind: str, subject: str, detail: str) -> None:
+        self._metrics.record("events", time_s=time.time(), kind=kind, subject=subject, detail=detail)
+
+
+def _no_reply(version: int, fault: str) -> VersionFetched:
+    return VersionFetched(version, 0, False, 0, math.nan, math.nan, 0, fault=fault)

@@ -1,0 +1,101 @@
+"""Keeps one relay of an MPI world alive: the process that the MPI launcher starts, and whose child the relay is.
+
+    mpiexec ─ keeper ─ relay (MPI) ──killed──▶ keeper starts it again, alone and without MPI; its arena says where it was
+
+The launcher would end the whole world with a rank that dies; here it only sees the keeper, which never dies of its own. MPI cannot
+take a rank back, so the one that returns is reached by TCP.
+
+Exit status: the relay's, when it ended by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+
+from rose_hpc.config import read_spec
+from rose_hpc.errors import EnvironmentFault, RoseError
+from rose_hpc.lifeline import die_with_parent, parent_variable, report_failure
+from rose_hpc.weights.relay_spec import RelaySpec
+
+RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+RESTARTS = 10  # per hour; a relay that dies more often has a fault that starting it again does not cure
+HOUR_S = 3600.0
+PAUSE_S = 0.2
+
+
+def rank_of(environment: Mapping[str, str]) -> int:
+    """This process's rank in its MPI world, as its launcher says. Raises EnvironmentFault where none does."""
+    for variable in RANK_VARIABLES:
+        if variable in environment:
+            return int(environment[variable])
+    raise EnvironmentFault(
+        "no MPI launcher has started this process",
+        got="no rank",
+        expected=" or ".join(RANK_VARIABLES),
+        remedy="start it with mpiexec or srun",
+    )
+
+
+def without_mpi(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what would make a process a rank of the world."""
+    return {k: v for k, v in environment.items() if not k.startswith(("PMI", "PMIX_", "OMPI_", "MPI_", "HYDI_"))}
+
+
+class Keeper:
+    """Starts, restarts, and passes SIGTERM on."""
+
+    def __init__(self, spec_file: str, name: str) -> None:
+        self._spec_file, self._name = spec_file, name
+        self._child: subprocess.Popen[bytes] | None = None
+        self._told_to_end = False
+        signal.signal(signal.SIGTERM, self._end)
+
+    def run(self) -> int:
+        """The relay's exit status when it ended by itself, or was told to."""
+        deaths: list[float] = []
+        arguments, environment = [self._spec_file], dict(os.environ)
+        while True:
+            status = self._once(arguments, environment)
+            if status >= 0 or self._told_to_end:
+                return status if status >= 0 else 128 - status
+            deaths = [d for d in deaths if d > time.monotonic() - HOUR_S] + [time.monotonic()]
+            if len(deaths) > RESTARTS:
+                return 128 - status
+            print(f"rose-hpc relay keeper: {self._name} was ended by signal {-status}; starting it again", file=sys.stderr, flush=True)
+            time.sleep(PAUSE_S)
+            arguments, environment = [self._spec_file, self._name], without_mpi(os.environ)
+
+    def _once(self, arguments: list[str], environment: Mapping[str, str]) -> int:
+        command = [sys.executable, "-m", "rose_hpc.weights.relay", *arguments]
+        self._child = subprocess.Popen(
+            command, env={**environment, **parent_variable()}, close_fds=False
+        )  # MPI's launcher is on an open one
+        return self._child.wait()
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        self._told_to_end = True
+        if self._child is not None and self._child.poll() is None:
+            self._child.send_signal(number)
+
+
+def main(spec_file: str) -> int:
+    """Process entry."""
+    die_with_parent()
+    try:
+        name = read_spec(Path(spec_file), RelaySpec).nodes[rank_of(os.environ)].name
+        return Keeper(spec_file, name).run()
+    except RoseError as error:
+        return report_failure(error)
+    except IndexError:
+        return report_failure(EnvironmentFault("more MPI ranks than relays", got=f"rank {rank_of(os.environ)}", expected=spec_file))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

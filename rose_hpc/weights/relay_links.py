@@ -1,0 +1,119 @@
+"""How one relay reaches the others: MPI inside its world while that holds, TCP everywhere else.
+
+    peer ── connected by TCP ─────────────────────▶ TCP
+        └─ a rank of our world, not lost to MPI ──▶ MPI
+        └─ else ──reach──▶ TCP, with the peer's key
+
+A relay that was started again has left the world and connects by TCP; from then on its name means that connection. A peer that MPI
+has lost is reached by TCP, too: it came back without MPI, or it never will.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from rose_hpc.errors import EnvironmentFault
+from rose_hpc.messages import RelayAddress
+from rose_hpc.weights.relay_spec import RelaySpec
+from rose_hpc.weights.transport.base import Event, Lost, Naps, Parts, Transport, not_connected
+from rose_hpc.weights.transport.tcp import TcpTransport
+
+if TYPE_CHECKING:
+    from rose_hpc.weights.transport.mpi import MpiTransport
+
+MESSAGE_OVERHEAD_BYTES = 64 << 20  # a manifest carries layout and plan, a dense bucket its header
+
+
+class RelayLinks:
+    """Transport and connections of one relay. key: 32 bytes that peers must know to connect. name: when it is not a rank of MPI."""
+
+    def __init__(self, spec: RelaySpec, name: str | None, key: bytes) -> None:
+        self._spec, self._naps, self._lost_to_mpi = spec, Naps(), set[str]()
+        largest = spec.bucket_bytes + MESSAGE_OVERHEAD_BYTES
+        self._mpi: MpiTransport | None = _mpi(spec, largest) if spec.world and name is None else None
+        rank = -1 if self._mpi is None else self._mpi.rank
+        self.name = name if name is not None else spec.nodes[max(rank, 0)].name
+        self._world = {n.name for n in spec.nodes} - {self.name} if self._mpi is not None else set[str]()
+        self._tcp = TcpTransport(self.name, key, spec.host, max_message_bytes=largest, stall_s=spec.deadline_s)
+        host, port = self._tcp.address
+        self.address = RelayAddress(host, port, key, "" if self._mpi is None else spec.world, rank)
+
+    def reach(self, peer: str, address: RelayAddress) -> None:
+        """Make a peer reachable. Raises TransferTimeout, WeightsError when it cannot be."""
+        if self._by_mpi(peer) and address.world == self._spec.world:
+            return
+        self._tcp.connect(peer, address.host, address.port, address.key, self._spec.deadline_s)
+
+    # ── Transport ──
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._tcp.sent_bytes + (0 if self._mpi is None else self._mpi.sent_bytes)
+
+    @property
+    def received_bytes(self) -> int:
+        return self._tcp.received_bytes + (0 if self._mpi is None else self._mpi.received_bytes)
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether messages are queued for somebody."""
+        return any(self.queued_bytes(peer) for peer in {*self._tcp.peers, *self._world})
+
+    def send(self, peer: str, parts: Parts) -> None:
+        self._transport(peer).send(peer, parts)
+
+    def queued_bytes(self, peer: str) -> int:
+        return self._transport(peer).queued_bytes(peer) if self._is_reachable(peer) else 0
+
+    def poll(self, wait_s: float) -> list[Event]:
+        """An MPI can only be asked, so with one the waiting is done in naps."""
+        if self._mpi is None:
+            return self._tcp.poll(wait_s)
+        end_s, sent = time.monotonic() + wait_s, self.sent_bytes
+        while True:
+            events = self._tcp.poll(0.0) + self._of_mpi(self._mpi.poll(0.0))
+            left_s = end_s - time.monotonic()
+            if events or left_s <= 0 or self.sent_bytes != sent:
+                self._naps.reset()
+                return events
+            events = self._tcp.poll(self._naps.next_s(left_s))
+            if events:
+                return events
+
+    def drop(self, peer: str) -> None:
+        if self._is_reachable(peer):
+            self._transport(peer).drop(peer)
+
+    def close(self) -> None:
+        self._tcp.close()
+        if self._mpi is not None:
+            self._mpi.close()
+
+    def _of_mpi(self, events: list[Event]) -> list[Event]:
+        """Those that count: a peer that is connected by TCP has left the world."""
+        self._lost_to_mpi |= {e.peer for e in events if isinstance(e, Lost)}
+        return [e for e in events if not self._tcp.is_connected(e.peer)]
+
+    def _by_mpi(self, peer: str) -> bool:
+        return peer in self._world and peer not in self._lost_to_mpi and not self._tcp.is_connected(peer)
+
+    def _is_reachable(self, peer: str) -> bool:
+        return self._tcp.is_connected(peer) or self._by_mpi(peer)
+
+    def _transport(self, peer: str) -> Transport:
+        if self._tcp.is_connected(peer):
+            return self._tcp
+        if self._mpi is not None and self._by_mpi(peer):
+            return self._mpi
+        raise not_connected(peer)
+
+
+def _mpi(spec: RelaySpec, largest: int) -> MpiTransport:
+    """The world's transport. mpi4py is imported only here: an MPI that nobody needs takes memory and signals all the same."""
+    from rose_hpc.weights.transport.mpi import MpiTransport
+
+    transport = MpiTransport([n.name for n in spec.nodes], spec.deadline_s, max_message_bytes=largest)
+    if transport.rank >= len(spec.nodes):
+        raise EnvironmentFault("more MPI ranks than relays", got=transport.rank, expected=f"below {len(spec.nodes)}")
+    return transport

@@ -1,0 +1,219 @@
+"""A relay's serving side: answers pulls from its arena, bucket by bucket, to any number of peers at once. Knows no commands.
+
+    Pull ─▶ waiting ──arena is there──▶ Manifest sent ─▶ buckets as they come in ──all sent──▶ done
+               └──deadline──▶ Refusal                        └──deadline without a bucket──▶ Refusal
+
+Invariants
+- A bucket goes out verbatim as it was stored; one that this relay is itself receiving follows as soon as it is stored (the pipeline).
+- A peer's slowness costs nobody else anything: at most `window_bytes` are queued for it, the rest stays in the arena.
+- A keyframe of version w is version w to the last bit, also while newer versions are applied beneath it: what they overwrite is
+  kept (`overwritten`) and put back into the buckets that go out. On a trainer's node, whose writers are other processes, the lock is
+  held instead, and the trainer waits.
+
+It does not connect to anybody and does not decide who pulls from whom (tree.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rose_hpc.errors import RoseError, WeightsError
+from rose_hpc.weights import wire
+from rose_hpc.weights.arena import Arena
+from rose_hpc.weights.layout import Run, to_json
+from rose_hpc.weights.relay_arena import RelayArena
+from rose_hpc.weights.relay_messages import KEYFRAME, Manifest, Pull, Refusal, pack
+from rose_hpc.weights.routing import Stream, to_bytes
+from rose_hpc.weights.transport.base import Transport
+from rose_hpc.weights.wire import LANE_BYTES
+
+LOCK_DEADLINE_S = 5.0
+
+Undo = tuple[NDArray[np.int64], NDArray[np.uint16]]  # image lanes, increasing, and the bits that were there
+
+
+@dataclass
+class _Session:
+    """One pull being served. to_send: (stream, bucket), in order; undo: what was overwritten since it began, oldest first."""
+
+    peer: str
+    pull: Pull
+    since_s: float
+    to_send: deque[tuple[int, int]] = field(default_factory=deque)
+    announced: bool = False
+    stale: bool = True
+    undo: list[Undo] = field(default_factory=list)
+    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    @property
+    def is_keyframe(self) -> bool:
+        return self.pull.base == KEYFRAME
+
+
+class Serving:
+    """All pulls of one relay. deadline_s: longest wait for the next bucket to come in."""
+
+    def __init__(self, home: RelayArena, transport: Transport, window_bytes: int, deadline_s: float) -> None:
+        self._home, self._transport, self._window_bytes, self._deadline_s = home, transport, window_bytes, deadline_s
+        self._sessions: dict[str, _Session] = {}
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether a session waits only for its peer to take what is queued."""
+        return any(s.announced and s.stale for s in self._sessions.values())
+
+    @property
+    def sends_keyframes(self) -> bool:
+        return any(s.is_keyframe and s.announced for s in self._sessions.values())
+
+    def pulled(self, peer: str, pull: Pull, now_s: float) -> None:
+        """A peer asks. A second pull of the same peer takes the first one's place."""
+        self.forget(peer)
+        self._sessions[peer] = _Session(peer, pull, now_s)
+
+    def forget(self, peer: str) -> None:
+        """The peer is gone."""
+        if (session := self._sessions.pop(peer, None)) is not None:
+            session.held.close()
+
+    def stored(self) -> None:
+        """A bucket has come in, or an arena: sessions may have more to send."""
+        for session in self._sessions.values():
+            session.stale = True
+
+    def overwritten(self, undo: Iterable[Undo]) -> None:
+        """The image has changed under the keyframes that are on their way."""
+        for session in self._sessions.values():
+            if session.is_keyframe and session.announced:
+                session.undo.extend(undo)
+
+    def pump(self, now_s: float) -> None:
+        """Queue what can be queued; end sessions that are served, refused or too late."""
+        for session in list(self._sessions.values()):
+            try:
+                if self._advance(session, now_s):
+                    self.forget(session.peer)
+                elif now_s - session.since_s > self._deadline_s:
+                    raise WeightsError("this relay has not got it", got=f"no new bucket in {self._deadline_s:g} s")
+            except RoseError as error:
+                self._refuse(session, error)
+
+    def close(self) -> None:
+        for peer in list(self._sessions):
+            self.forget(peer)
+
+    def _refuse(self, session: _Session, error: RoseError) -> None:
+        with contextlib.suppress(RoseError):  # not connected any more: then there is nobody to tell
+            self._transport.send(session.peer, [pack(Refusal(session.pull.generation, session.pull.version, str(error)))])
+        self.forget(session.peer)
+
+    def _advance(self, session: _Session, now_s: float) -> bool:
+        """Whether all has been queued. Raises RoseError where it cannot be served."""
+        if not session.announced and not self._announce(session):
+            return False
+        if not session.stale:
+            return not session.to_send
+        session.stale = False
+        arena, later = self._home.arena_here(), deque[tuple[int, int]]()
+        while session.to_send:
+            if self._transport.queued_bytes(session.peer) >= self._window_bytes:
+                session.stale = True
+                break
+            stream, index = session.to_send.popleft()
+            message = self._message(arena, session, stream, index)
+            if message is None:
+                later.append((stream, index))
+                continue
+            self._transport.send(session.peer, [message])
+            session.since_s = now_s
+        session.to_send.extendleft(reversed(later))
+        return not session.to_send
+
+    def _announce(self, session: _Session) -> bool:
+        """Send the manifest; False while there is no arena here that could say."""
+        arena = self._home.arena
+        if arena is None:
+            return False
+        if (
+            session.is_keyframe
+            and not self._is_coming(session)
+            and not self._home.is_source
+            and arena.state().version < session.pull.version
+        ):
+            return False  # it may be on its way
+        pull, plan = session.pull, arena.plan
+        streams = {s.stream_id: s for s in plan.streams}
+        if unknown := pull.have.keys() - streams.keys():
+            raise WeightsError("no such stream", got=sorted(unknown)[:5], expected=f"0 to {len(streams) - 1}")
+        if session.is_keyframe and not self._is_coming(session):
+            self._hold(session, arena)
+        counts = {s: streams[s].buckets(arena.bucket_bytes) for s in sorted(pull.have)}
+        has_plan = pull.plan == plan.fingerprint
+        layout, plan_bytes = ("", b"") if has_plan else (to_json(arena.layout), to_bytes(plan))
+        manifest = Manifest(pull.generation, pull.version, pull.base, counts, arena.bucket_bytes, layout, plan_bytes)
+        self._transport.send(session.peer, [pack(manifest)])
+        session.to_send = deque((s, i) for s, count in counts.items() for i in range(count) if i not in set(pull.have[s]))
+        session.announced = True
+        return True
+
+    def _is_coming(self, session: _Session) -> bool:
+        """Whether the keyframe asked for is the one that this relay is itself receiving."""
+        return self._home.incoming is not None and self._home.incoming.version == session.pull.version
+
+    def _hold(self, session: _Session, arena: Arena) -> None:
+        """Make sure that the image is, and stays, the version asked for. Raises WeightsError when it is another one."""
+        if self._home.is_source:
+            session.held.enter_context(arena.writing(LOCK_DEADLINE_S))
+            found = {record.version for record in arena.newest_shards()}
+            verified = True
+        else:
+            state = arena.state()
+            found, verified = {state.version}, state.verified
+        if found != {session.pull.version} or not verified:
+            raise WeightsError("the keyframe asked for is not what lies here", got=sorted(found), expected=session.pull.version)
+
+    def _message(self, arena: Arena, session: _Session, stream: int, index: int) -> bytes | memoryview | None:
+        """One bucket; None while it has not come in."""
+        if session.is_keyframe:
+            incoming = self._home.incoming if self._is_coming(session) else None
+            if incoming is not None and (stream, index) not in incoming.written:
+                return None
+            return self._keyframe_bucket(arena.plan.streams[stream], session, index)
+        return arena.bucket(session.pull.version, stream, index)
+
+    def _keyframe_bucket(self, stream: Stream, session: _Session, index: int) -> bytes:
+        message = self._home.dense_bucket(stream, session.pull.version, index)
+        if not session.undo:
+            return message
+        header, payload = wire.unpack(message)
+        lanes = np.frombuffer(payload, np.dtype("<u2")).copy()
+        for undo in reversed(session.undo):
+            _put_back(lanes, stream, header.first_lane, undo)
+        return wire.pack(header, lanes.tobytes())
+
+
+def _put_back(lanes: NDArray[np.uint16], stream: Stream, first_lane: int, undo: Undo) -> None:
+    """Overwrite those lanes of a bucket that the undo names. lanes: uint16 [n], from first_lane of the stream's space on."""
+    where, bits = undo
+    for offset, run in _pieces(stream.runs, first_lane * LANE_BYTES, lanes.nbytes):
+        first = run.offset_bytes // LANE_BYTES
+        low, high = np.searchsorted(where, (first, run.end_bytes // LANE_BYTES))
+        lanes[offset // LANE_BYTES + where[low:high] - first] = bits[low:high]
+
+
+def _pieces(runs: Sequence[Run], start: int, nbytes: int) -> Iterable[tuple[int, Run]]:
+    """The part [start, start + nbytes) of stream space as (offset in the part, image run)."""
+    at = 0
+    for run in runs:
+        low, high = max(start, at), min(start + nbytes, at + run.nbytes)
+        if low < high:
+            yield low - start, Run(run.offset_bytes + low - at, high - low)
+        at += run.nbytes
+        if at >= start + nbytes:
+            return
