@@ -8,7 +8,7 @@ RUN    ?= runs/quickstart
 SEED   ?= 0
 VLLM   := 0.32.0
 TORCH  := 2.13.0
-PATHS  := rose_hpc tests
+PATHS  := rose_hpc tests mpi
 RUFF   := --line-length 140 --target-version py311
 
 .PHONY: setup quickstart test test-fast test-all lint clean
@@ -27,6 +27,7 @@ $(VENV)/.ready: requirements-cpu.lock setup.cfg Makefile
 	  $(BIN)/pip install --quiet --no-deps -r requirements-cpu.lock && \
 	  $(BIN)/pip install --quiet --no-deps --no-build-isolation -e .; \
 	fi
+	$(BIN)/python -m rose_hpc.weights.warm_up
 	touch $@
 
 quickstart: setup

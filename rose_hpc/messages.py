@@ -187,7 +187,11 @@ class SaveCheckpoint(Message, frozen=True, tag="save_checkpoint"):
 
 
 class RelayAddress(Message, frozen=True):
-    """Where a relay's peers reach it. key: 32 bytes, proves to it who connects. world, rank: its MPI world, "" where it has none."""
+    """Where a relay's peers reach it. world, rank: its MPI world, "" where it has none.
+
+    key: 32 bytes. In a relay's greeting, its secret, which only the controller learns; in a command to another relay, that relay's key
+    derived from it (weights/transport/framing.key_for), which opens the door under no other name.
+    """
 
     host: str
     port: int

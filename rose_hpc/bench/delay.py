@@ -34,11 +34,10 @@ CONNECT_DEADLINE_S = 10.0
 class DelayForwarder:
     """Use as a context manager; `address` is where to connect instead of the target."""
 
-    def __init__(self, host: str, target: tuple[str, int], delay_s: float) -> None:
-        """host: address to listen on, at a free port."""
-        self._target, self._delay_s = target, delay_s
-        self._listener = socket.create_server((host, 0))
-        self.address: tuple[str, int] = self._listener.getsockname()
+    def __init__(self, listener: socket.socket, target: tuple[str, int], delay_s: float) -> None:
+        """listener: where clients connect; leaving the context closes it."""
+        self._target, self._delay_s, self._listener = target, delay_s, listener
+        self.address: tuple[str, int] = listener.getsockname()
         self._open: list[socket.socket] = []
         self._thread = threading.Thread(target=self._accept, daemon=True)
 
@@ -111,7 +110,7 @@ def read_address(file: Path, deadline_s: float) -> tuple[str, int]:
 def main(host: str, target_host: str, target_port: str, delay_s: str, file: str) -> int:
     """Process entry; ends by a signal."""
     die_with_parent()
-    with DelayForwarder(host, (target_host, int(target_port)), float(delay_s)) as forwarder:
+    with DelayForwarder(socket.create_server((host, 0)), (target_host, int(target_port)), float(delay_s)) as forwarder:
         write_private(Path(file), json.dumps(forwarder.address))
         signal.pause()
     return 0

@@ -9,11 +9,13 @@ and applied as a pipeline: a receiver passes bytes on while the rest of their fr
 - "coo_tree": COO frames down the engine's own tree. One crossing.
 - "coo_all": COO frames from the ranks to every receiver. As many crossings as receivers.
 
-There is no check, no digest, no shared memory and no recovery in them, which favours them.
+With a delay, a forwarder stands before every receiver that a rank feeds. There is no check, no digest, no shared memory and no recovery
+in them, which favours them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import selectors
@@ -33,6 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rose_hpc.bench.baselines import Coo, CooEncoder, apply_coo
+from rose_hpc.bench.delay import DelayForwarder
 from rose_hpc.bench.shaped_link import LinkCounters, ShapedLink
 from rose_hpc.errors import RunFailed, TransferTimeout
 from rose_hpc.lifeline import die_with_parent
@@ -83,8 +86,9 @@ class SharedImages:
 class Flood:
     """Processes of one way and one number of receivers. Use as a context manager; `measure` once per version."""
 
-    def __init__(self, link: ShapedLink, images: SharedImages, way: Way, parents: Parents) -> None:
-        self._link, self._images, self._way, self._parents = link, images, way, parents
+    def __init__(self, link: ShapedLink, images: SharedImages, way: Way, parents: Parents, delay_s: float = 0.0) -> None:
+        """delay_s: one way, between the ranks and the receivers that they feed."""
+        self._link, self._images, self._way, self._parents, self._delay_s = link, images, way, parents, delay_s
         self._count = len(parents[0])
         self._pids: list[int] = []
         self._starts: list[int] = []  # write ends; closing them ends the ranks
@@ -111,23 +115,30 @@ class Flood:
         return Timing(seconds, self._link.counters().since(before))
 
     def _start(self) -> None:
-        with self._link.inside(self._link.far):
-            listeners = [socket.create_server((self._link.far.address, 0)) for _ in range(self._count)]
+        listeners, doors = self._listeners(), self._listeners() if self._delay_s else []
         addresses = [listener.getsockname() for listener in listeners]
+        entries = [door.getsockname() for door in doors] if doors else addresses
         self._done, done = os.pipe()
         with self._link.inside(self._link.far):
             for i, listener in enumerate(listeners):
                 self._fork(lambda i=i, listener=listener: self._receive(i, listener, addresses, done))  # type: ignore[misc]
+            if doors:
+                self._fork(lambda: _forward(doors, addresses, self._delay_s))
         os.close(done)
         with self._link.inside(self._link.near):
             for rank in range(RANKS):
                 start, write = os.pipe()
                 self._starts.append(write)
-                self._fork(lambda rank=rank, start=start: self._send(rank, start, addresses))  # type: ignore[misc]
+                self._fork(lambda rank=rank, start=start: self._send(rank, start, entries))  # type: ignore[misc]
                 os.close(start)
-        for listener in listeners:
+        for listener in (*listeners, *doors):
             listener.close()
         self._wait(RANKS * self._count, time.monotonic() + CONNECT_DEADLINE_S)  # every stream is connected everywhere
+
+    def _listeners(self) -> list[socket.socket]:
+        """One per receiver, on free ports of the far side."""
+        with self._link.inside(self._link.far):
+            return [socket.create_server((self._link.far.address, 0)) for _ in range(self._count)]
 
     def _fork(self, work: Callable[[], None]) -> None:
         """A child that does `work` and ends, whatever happens in it: it must not unwind our stack."""
@@ -231,6 +242,14 @@ def tree(receivers: int, stream_bytes: Mapping[int, int]) -> Parents:
     parents = plan_trees(members, stream_bytes, TREE_COST).parents
     place = {name: i for i, name in enumerate(names)} | {"relay-0": SOURCE}
     return [[place[parents[name][stream]] for name in names] for stream in streams]
+
+
+def _forward(doors: Sequence[socket.socket], addresses: Sequence[tuple[str, int]], delay_s: float) -> None:
+    """In a child, until it is killed."""
+    with contextlib.ExitStack() as stack:
+        for door, address in zip(doors, addresses, strict=True):
+            stack.enter_context(DelayForwarder(door, address, delay_s))
+        signal.pause()
 
 
 def _shared(content: Lanes) -> Lanes:

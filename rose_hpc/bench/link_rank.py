@@ -10,7 +10,9 @@ differences drawn from real ones. End of standard input ends it.
 
 from __future__ import annotations
 
+import gc
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -35,15 +37,15 @@ GROUP_DEADLINE_S = 60
 
 
 class LinkRankSpec(Section):
-    """real: folder of the real versions; copies: how often their image is repeated; the others as in a trainer's specification."""
+    """shapes: of the image's parameters, in order; real: folder of the real versions; the others as in a trainer's specification."""
 
     rank: int
     world_size: int
     control_dir: Path
     rendezvous: Path
     arena: Path
+    shapes: list[tuple[str, tuple[int, ...]]]
     real: Path
-    copies: int
     seed: int
     bucket_bytes: int
     lease_ttl_s: float
@@ -55,7 +57,7 @@ class LinkRank:
 
     def __init__(self, spec: LinkRankSpec) -> None:
         self._spec, self._rng = spec, np.random.default_rng([spec.seed, spec.rank])
-        image = LinkImage(spec.real, spec.copies)
+        image = LinkImage(spec.shapes, spec.real)
         self._values = image.values()
         self._lanes = image.rows_of(spec.rank, spec.world_size)
         self._publisher = WeightPublisher(self._sharded(image), spec.arena, spec.rank, spec.world_size, bucket_bytes=spec.bucket_bytes)
@@ -81,7 +83,7 @@ class LinkRank:
         tensors, first = {}, 0
         for name, shape in image.shapes:
             local = (shape[0] // self._spec.world_size, *shape[1:])
-            count = int(np.prod(local))
+            count = math.prod(local)
             tensors[name] = DTensor.from_local(values[first : first + count].view(local), mesh, [Shard(0)], run_check=False)
             first += count
         return tensors
@@ -89,6 +91,7 @@ class LinkRank:
     def _change(self, density: float) -> None:
         if density:
             make_change(self._rng, len(self._lanes), density, Positions.IID, self._values).apply(self._lanes)
+        gc.collect()  # not while the clock runs
 
     def _publish_when_told(self) -> None:
         end_s = time.monotonic() + self._spec.publish_deadline_s
@@ -112,7 +115,7 @@ def truth(dumps: list[NDArray[np.uint16]], image: LinkImage) -> NDArray[np.uint1
     """The whole image, put together from what every rank dumped, in the order of the ranks."""
     whole, first, at = np.empty(image.lanes, np.uint16), 0, 0
     for _, shape in image.shapes:
-        count = int(np.prod(shape)) // len(dumps)
+        count = math.prod(shape) // len(dumps)
         for dump in dumps:
             whole[at : at + count] = dump[first : first + count]
             at += count

@@ -92,7 +92,7 @@ class RolloutEngine:
         self._control = asyncio.Lock()  # pause, resume and update, one at a time
         self._live: set[str] = set()
         self._serving: UpdateResult | None = None
-        self._update = WeightUpdate(llm, spec.arena)
+        self._update = WeightUpdate(llm)
         self._proved = asyncio.Event()  # cleared from an update's pause to its proof
         self._proved.set()
         self._paused = False

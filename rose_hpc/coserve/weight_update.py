@@ -17,7 +17,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -26,9 +25,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from rose_hpc.errors import DigestMismatch, LayoutError, RoseError
 from rose_hpc.http_api import Refused
 from rose_hpc.messages import UpdateRequest
-from rose_hpc.weights.arena import Arena
 from rose_hpc.weights.destination import from_bytes
-from rose_hpc.weights.layout import ImageLayout
+from rose_hpc.weights.layout import from_json
 from rose_hpc.weights.placement import Sharing, share
 
 STEP_DEADLINE_S = 120.0  # of one step of all workers
@@ -55,9 +53,9 @@ class Prepared:
 class WeightUpdate:
     """One engine's updates, one at a time. full_proof_every: every so many updates all weights are hashed, at the others what changed."""
 
-    def __init__(self, llm: AsyncLLM, arena: Path, full_proof_every: int = 1) -> None:
-        self._llm, self._arena, self._full_proof_every = llm, arena, full_proof_every
-        self._layout = ""
+    def __init__(self, llm: AsyncLLM, full_proof_every: int = 1) -> None:
+        self._llm, self._full_proof_every = llm, full_proof_every
+        self._is_described = False
         self._sharing: Sharing | None = None  # None: the model is loaded anew each time
         self._updates = 0
 
@@ -65,13 +63,15 @@ class WeightUpdate:
 
     async def prepare(self, request: UpdateRequest) -> Prepared:
         """Raises Refused 409, with nothing changed: the version is not in the arena, or its bits are not the trainer's."""
-        await self._describe()
         try:
+            if not self._is_described:
+                await self._describe()
             answers = await self._step("prepare", request.version, request.digest, False)
             if not self._is_sound(answers, request.digest):
                 log.warning("version %d: the changed elements do not give the trainer's digest; loading all of it", request.version)
                 answers = await self._step("prepare", request.version, request.digest, True)
         except Refused:
+            self._is_described = False  # the arena may have been made again, with another layout
             with suppress(Refused):
                 await self._step("release")  # a worker without a fault keeps the image locked
             raise
@@ -134,17 +134,11 @@ class WeightUpdate:
 
     async def _describe(self) -> None:
         """Once per layout: what each worker holds, and whether it can be written in place. Raises Refused 409."""
-        try:
-            layout = Arena.open(self._arena).layout
-        except (RoseError, OSError) as error:
-            raise Refused(409, "the arena cannot be used", got=error) from error
-        if layout.fingerprint == self._layout:
-            return
         answers = await self._step("describe")
-        self._sharing = _shared(answers, layout)
+        self._sharing = _shared(answers)
         if self._sharing is not None:
             await self._step("share", [slots.tobytes() for slots in self._sharing.slots])
-        self._layout = layout.fingerprint
+        self._is_described = True
 
     async def _step(self, name: str, *args: Any) -> list[Answer]:
         """Every worker's answer. Raises Refused 409 when one has a fault, or is not ready within STEP_DEADLINE_S."""
@@ -173,12 +167,12 @@ def _refuse_faults(name: str, answers: Sequence[Answer]) -> None:
             raise Refused(409, f"{name} refused", got=answer["fault"])
 
 
-def _shared(answers: Sequence[Answer], layout: ImageLayout) -> Sharing | None:
+def _shared(answers: Sequence[Answer]) -> Sharing | None:
     """How the workers hold the policy together; None where it must be loaded anew each time, with the reason in the log."""
     reasons = [reason for answer in answers for reason in answer["reload"]]
     try:
         if not reasons:
-            return share([from_bytes(answer["plan"]) for answer in answers], layout)
+            return share([from_bytes(answer["plan"]) for answer in answers], from_json(answers[0]["layout"]))
     except LayoutError as error:
         reasons = [str(error)]
     log.warning("every update loads the whole model: %s%s", "; ".join(reasons[:3]), "; …" if len(reasons) > 3 else "")

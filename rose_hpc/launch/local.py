@@ -143,7 +143,8 @@ def _start_rl_side(attempt: Attempt, rl_side: Supervisor) -> None:
     for rank in range(attempt.config.train.ranks):
         rl_side.start_module(f"trainer-{rank}", "rose_hpc.train.trainer", attempt.write(f"trainer-{rank}", attempt.trainer(rank)))
     relays = attempt.relays()
-    mpiexec = [preflight.find_mpiexec(attempt.config.weights.mpiexec), "-n", str(len(relays.nodes))]
+    launcher = preflight.find_mpiexec(attempt.config.weights.mpiexec)
+    mpiexec = [launcher, *preflight.launcher_flags(launcher), "-n", str(len(relays.nodes))]
     relay = [sys.executable, "-m", "rose_hpc.weights.relay_keeper", attempt.write("relays", relays)]
     command = [sys.executable, "-m", "rose_hpc.lifeline", *mpiexec, *relay]
     rl_side.start("relays", command, env={"HYDRA_LAUNCHER": "fork", "OMP_NUM_THREADS": "1"})
@@ -174,7 +175,8 @@ def _watch(rl_side: Supervisor, operator: Supervisor, signals: _Signals, display
     if not rl_side.wait_for(controller, patience_s) or controller.process.returncode != 0:
         raise _verdict(rl_side, folder)
     rl_side.wait_ended(FINISH_DEADLINE_S)
-    if rl_side.failed():
+    # The relays have no say: their launcher's status only tells whether all ranks could end MPI together, and one may have been killed
+    if any(child.name != "relays" for child in rl_side.failed()):
         raise _verdict(rl_side, folder)
 
 

@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 import struct
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from rose_hpc.http_api import bind
 from rose_hpc.weights.layout import ITEM_BYTES
 
 MAX_SAFETENSORS_HEADER_BYTES = 100 << 20
+LAUNCHER_DEADLINE_S = 5.0
 
 
 def check(config: RunConfig) -> None:
@@ -54,6 +56,15 @@ def find_mpiexec(command: str) -> str:
             remedy="pip install mpich, or set weights.mpiexec",
         )
     return found
+
+
+def launcher_flags(mpiexec: str) -> list[str]:
+    """So that a relay that dies takes no other along: MPICH's hydra ends all ranks unless told otherwise. Others: their defaults."""
+    try:
+        said = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=LAUNCHER_DEADLINE_S, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return ["-disable-auto-cleanup"] if "HYDRA" in said else []
 
 
 def check_arena_root(weights: WeightsConfig) -> None:

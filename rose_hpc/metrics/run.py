@@ -189,10 +189,11 @@ def _weights(syncs: pd.DataFrame) -> dict[str, int]:
     verdicts = latest.drop_duplicates(["version", "receiver"], keep="last")
     good = verdicts.groupby("version")["verified"].all()
     digested = (verdicts["proof"] == "digest").groupby(verdicts["version"]).all()
+    at_least_probed = verdicts["proof"].isin(["digest", "probe"]).groupby(verdicts["version"]).all()
     return {
         "versions": int(latest["version"].nunique()),
         "verified": int((good & digested).sum()),
-        "probed": int((good & ~digested).sum()),
+        "probed": int((good & at_least_probed & ~digested).sum()),
         "wire_bytes": int(latest["wire_bytes"].sum()),
         "image_bytes": int(latest["image_bytes"].sum()),
     }

@@ -186,7 +186,11 @@ SYNCS = Table(
         _seconds("pause_s", "generation stood still"),
         _count("changes", "elements (16-bit lanes) that were overwritten"),
         Column("digest", "u8", "1", "order-independent digest of the bits that arrived or were loaded, mod 2^64"),
-        _name("proof", 16, "digest: recomputed from what is there; probe: packed weights, of which only outputs can be compared"),
+        _name(
+            "proof",
+            16,
+            "digest: recomputed from what is there; probe: packed weights, read back; partial: not all of them",
+        ),
         _flag("verified", "the digest is the trainer's"),
     ),
 )

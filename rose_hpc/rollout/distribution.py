@@ -6,11 +6,14 @@
                                       keyframe v                  holds nothing, its chain is gone, or its bits were found wrong
 
 Each stage of a round is a generation with a tree of its own (weights/tree.py). A late sink pulls from the nearest sink that has the
-version, and from the trainer's relays only when no sink has it. A relay that failed somebody is asked again once it has come back.
+version, and from the trainer's relays only when no sink has it. A relay that failed somebody is asked again once it has come back, or
+has itself brought in a version. One whose keyframe was wrong, or whose executor found wrong bits, is doubted: it gives nothing and gets
+a keyframe next, which moves nothing if its image, digested in full, turns out to be right.
 
 Invariants
 - A sink counts as holding a version only after it has recomputed the trainer's digest.
-- Every fault is an event in the metrics; a mismatch is followed by a keyframe, a second one in a keyframe is the end.
+- Every fault is an event in the metrics, as is a relay that was started again; a mismatch is followed by a keyframe, a second one,
+  in a keyframe that no other sink had a part in, is the end.
 """
 
 from __future__ import annotations
@@ -19,13 +22,16 @@ import asyncio
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from msgspec import structs
 
 from rose_hpc.errors import DigestMismatch, TransferTimeout
 from rose_hpc.messages import FetchVersion, RelayMember, VersionFetched, WorkerUp
 from rose_hpc.metrics.writer import MetricsClient
 from rose_hpc.rollout.workers import NoReply, WorkerPool
 from rose_hpc.weights.relay_spec import TREE_COST
+from rose_hpc.weights.transport.framing import key_for
 from rose_hpc.weights.tree import Member, plan_trees
 
 NOTHING = -1
@@ -76,6 +82,15 @@ class Stage:
     base: int
 
 
+@dataclass(frozen=True)
+class _Generation:
+    """What one generation gave. givers: sink → sinks that gave it something out of their own arena; greetings: of all who took part."""
+
+    replies: dict[str, VersionFetched]
+    givers: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    greetings: Mapping[str, WorkerUp | None] = field(default_factory=dict)
+
+
 class Distribution:
     """One per run. places: relay → where it stands. deadline_s: for one generation of one sink. retained: versions that arenas keep."""
 
@@ -87,6 +102,9 @@ class Distribution:
         self._published: dict[int, Published] = {}
         self._held: dict[str, tuple[WorkerUp, int]] = {}
         self._suspect: dict[str, WorkerUp] = {}
+        self._doubted: set[str] = set()
+        self._keyframed: dict[str, int] = {}  # sink → its last keyframe: it has no older deltas to give
+        self._greeted: dict[str, WorkerUp] = {}
         self._generation = 0
 
     def publish(self, published: Published) -> None:
@@ -105,16 +123,22 @@ class Distribution:
         return hello is not None and hello.relay is not None
 
     def holds(self, sink: str) -> int:
-        """The verified version in a sink's arena; −1 for none, or while its relay has not said hello."""
+        """The verified version in a sink's arena; −1 for none, while it is doubted, or while its relay has not said hello."""
         hello = self._workers.greeting(sink)
-        if hello is None:
+        if hello is None or sink in self._doubted:
             return NOTHING
         known = self._held.get(sink)
         return known[1] if known is not None and known[0] is hello else hello.arena_version
 
+    def doubt(self, sink: str, why: str) -> None:
+        """Somebody found other bits in a sink's arena than the trainer's: the next `bring` looks at all of them, and heals them."""
+        self._doubted.add(sink)
+        self._event("arena_doubted", sink, why)
+
     async def bring(self, sinks: Collection[str], version: int) -> int:
         """Returns the bytes that they received once all hold the version. Raises DigestMismatch, TransferTimeout, RunFailed."""
         received, troubles, end_s = 0, {sink: _Trouble() for sink in sinks}, time.monotonic() + 2 * self._deadline_s
+        self._note_restarts()
         while behind := [sink for sink in sinks if self.holds(sink) != version]:
             if version not in self._published:
                 raise TransferTimeout(f"version {version} is not kept any more", got=f"still missing at {', '.join(behind)}")
@@ -122,12 +146,15 @@ class Distribution:
             for sink in behind:
                 stages.setdefault(self._next(sink, version, troubles[sink]), []).append(sink)
             wanted = {stage: self._published[stage.version] for stage in stages}  # which may be forgotten meanwhile
-            replies = await asyncio.gather(*(self._generation_of(stage, group) for stage, group in stages.items()))
+            generations = await asyncio.gather(*(self._generation_of(stage, group) for stage, group in stages.items()))
+            self._note_restarts()
             done = True
-            for stage, group in zip(stages, replies, strict=True):
-                for sink, reply in group.items():
+            for stage, generation in zip(stages, generations, strict=True):
+                for sink, reply in generation.replies.items():
                     received += reply.received_bytes
-                    done &= self._note(stage, wanted[stage], sink, reply, troubles[sink])
+                    done &= self._note(stage, wanted[stage], sink, generation, troubles[sink])
+            for generation in generations:
+                self._note_failures(generation)
             if not done:
                 self._give_up(troubles, version, end_s)
                 await asyncio.sleep(RETRY_S)
@@ -169,7 +196,8 @@ class Distribution:
             return False
         if stage.base == KEYFRAME:
             return held == stage.version
-        return held - self._retained < stage.version <= held and self._chain_reaches_from(stage, held)
+        oldest = max(held - self._retained, self._keyframed.get(relay, NOTHING))
+        return oldest < stage.version <= held and self._chain_reaches_from(stage, held)
 
     def _chain_reaches_from(self, stage: Stage, held: int) -> bool:
         return self._published[stage.version].base == stage.base and self._chain_reaches(stage.version, held)
@@ -182,26 +210,31 @@ class Distribution:
 
     # ── one generation ──
 
-    async def _generation_of(self, stage: Stage, group: Sequence[str]) -> dict[str, VersionFetched]:
+    async def _generation_of(self, stage: Stage, group: Sequence[str]) -> _Generation:
         self._generation += 1
         generation, published = self._generation, self._published[stage.version]
         try:
             members = self._members(stage, group)
         except TransferTimeout as error:
-            return {sink: _no_reply(self.holds(sink), str(error)) for sink in group}
+            return _Generation({sink: _no_reply(self.holds(sink), str(error)) for sink in group})
+        greetings = {m.name: self._workers.greeting(m.name) for m in members}
         costs = self._costs(stage, published)
         tree = plan_trees([Member(m.name, m.partition, m.node, tuple(m.holds), tuple(m.wants)) for m in members], costs, TREE_COST)
-        make = lambda i: FetchVersion(  # noqa: E731
-            i, generation, stage.version, stage.base, published.digest, members, costs, tree.fingerprint
-        )
 
         async def ask(sink: str) -> VersionFetched:
+            known = [_known_to(sink, m) for m in members]
+            make = lambda i: FetchVersion(  # noqa: E731
+                i, generation, stage.version, stage.base, published.digest, known, costs, tree.fingerprint
+            )
             try:
                 return (await self._workers.call([sink], make, VersionFetched, 2 * self._deadline_s))[sink]
             except NoReply as error:
                 return _no_reply(self.holds(sink), str(error))
 
-        return dict(zip(group, await asyncio.gather(*(ask(sink) for sink in group)), strict=True))
+        replies = await asyncio.gather(*(ask(sink) for sink in group))
+        sinks = {m.name for m in members if m.holds and not self._places[m.name].ranks}
+        givers = {sink: frozenset(tree.parents[sink].values()) & sinks for sink in group}
+        return _Generation(dict(zip(group, replies, strict=True)), givers, greetings)
 
     def _costs(self, stage: Stage, published: Published) -> dict[int, int]:
         """Stream → bytes on the wire; of a keyframe, an equal part of the image each, which is near enough to plan a tree."""
@@ -210,28 +243,55 @@ class Distribution:
 
     # ── replies ──
 
-    def _note(self, stage: Stage, published: Published, sink: str, reply: VersionFetched, trouble: _Trouble) -> bool:
+    def _note(self, stage: Stage, published: Published, sink: str, generation: _Generation, trouble: _Trouble) -> bool:
         """Record a reply; whether the stage is done."""
-        hello = self._workers.greeting(sink)
+        reply, hello = generation.replies[sink], self._workers.greeting(sink)
         if reply.fault:
             self._event("transfer_fault", sink, f"version {stage.version}: {reply.fault}")
             trouble.bad_buckets += not reply.lost
-            self._suspect_peer(reply.lost)
             held = reply.version
         else:
             verified = reply.verified and reply.digest == published.digest
             self._record(stage, published, sink, reply, verified)
             held = stage.version if verified else NOTHING
-            if not verified:
-                trouble.mismatches += 1
+            if verified:
+                self._trust(sink, stage)
+            else:
                 self._event("digest_mismatch", sink, f"version {stage.version}: got {reply.digest:016x}; a keyframe follows")
+                trouble.mismatches += not self._blame(stage, sink, generation.givers[sink])
         if hello is not None:
             self._held[sink] = (hello, held)
         return not reply.fault and held == stage.version
 
-    def _suspect_peer(self, peer: str) -> None:
-        if peer and (hello := self._workers.greeting(peer)) is not None:
-            self._suspect[peer] = hello
+    def _trust(self, sink: str, stage: Stage) -> None:
+        """It has brought in a version: it can be asked again, and after a keyframe its image is known to the last bit."""
+        self._suspect.pop(sink, None)
+        if stage.base == KEYFRAME:
+            self._doubted.discard(sink)
+            self._keyframed[sink] = stage.version
+
+    def _blame(self, stage: Stage, sink: str, givers: frozenset[str]) -> bool:
+        """A keyframe out of other sinks' images was wrong: whether one of those may be to blame. A delta's buckets are the trainer's."""
+        if stage.base != KEYFRAME:
+            return False
+        for giver in sorted(givers):
+            self.doubt(giver, f"its keyframe of version {stage.version} was wrong at {sink}")
+        return bool(givers)
+
+    def _note_failures(self, generation: _Generation) -> None:
+        """Peers that failed somebody, as they were when they were asked: one that has come back meanwhile is another."""
+        for reply in generation.replies.values():
+            if reply.lost and (hello := generation.greetings.get(reply.lost)) is not None:
+                self._suspect[reply.lost] = hello
+
+    def _note_restarts(self) -> None:
+        for name in self._places:
+            hello, known = self._workers.greeting(name), self._greeted.get(name)
+            if hello is None or hello is known:
+                continue
+            if known is not None:
+                self._event("relay_restarted", name, f"its arena holds version {hello.arena_version}")
+            self._greeted[name] = hello
 
     def _give_up(self, troubles: Mapping[str, _Trouble], version: int, end_s: float) -> None:
         if wrong := [sink for sink, trouble in troubles.items() if trouble.mismatches >= MISMATCHES]:
@@ -269,6 +329,12 @@ class Distribution:
 
     def _event(self, kind: str, subject: str, detail: str) -> None:
         self._metrics.record("events", time_s=time.time(), kind=kind, subject=subject, detail=detail)
+
+
+def _known_to(sink: str, member: RelayMember) -> RelayMember:
+    """A member as one sink may know it: with the key that lets it in under its own name, not with the member's secret."""
+    address = structs.replace(member.address, key=key_for(member.address.key, sink))
+    return structs.replace(member, address=address)
 
 
 def _no_reply(version: int, fault: str) -> VersionFetched:

@@ -19,7 +19,7 @@ version and base with what the receiver wants, or survive being killed in the mi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -30,13 +30,12 @@ from numpy.typing import NDArray
 
 from rose_hpc.errors import WeightsError
 from rose_hpc.weights import kernels, wire
-from rose_hpc.weights.codec_parts import Changes, Lanes, StreamMap, Workers
+from rose_hpc.weights.codec_parts import Changes, Lanes, Scratch, StreamMap, Workers
 from rose_hpc.weights.digest import MODULUS
 from rose_hpc.weights.routing import Stream
 from rose_hpc.weights.wire import LANE_BYTES, BucketHeader, Kind
 
 _KEPT_ROOM = 1 << 22  # what a version with very many changes took is given back
-_SCAN_ROOM = 128  # the scan stops when it has less than 64 to spare
 _DENSE_BELOW = 2  # with more than every other lane changed, a bucket goes dense without an attempt at coding it
 _PART_LANES = 1 << 18  # less is not worth a thread
 _PART_BLOCKS = 8
@@ -165,9 +164,9 @@ class StreamEncoder:
     def _scan_part(self, image: Lanes, part: Lanes, at: int, first: int, changes: Changes) -> None:
         runs = (self._map.stream_start, self._map.image_start)
         while part.size and not changes.dense:
-            changes.reserve(_SCAN_ROOM)
+            changes.reserve(kernels.SCAN_ROOM)
             done, changes.count, digest = kernels.scan_changes(
-                image, part, *runs, at, first, changes.positions, changes.differences, changes.count
+                image, part, *runs, at, first, changes.positions, changes.differences, changes.histogram, changes.count
             )
             changes.digest = (changes.digest + int(digest)) % MODULUS
             part, at = part[done:], at + done
@@ -181,8 +180,7 @@ class StreamEncoder:
             changes = self._spare.pop()  # threads take, too: asking first would not be safe
         except IndexError:
             changes = Changes(0)
-        changes.count = changes.digest = 0
-        changes.most = self._map.lanes_of(index) // _DENSE_BELOW
+        changes.reset(self._map.lanes_of(index) // _DENSE_BELOW)
         return changes
 
     def _keep(self, changes: Changes) -> None:
@@ -190,54 +188,58 @@ class StreamEncoder:
             self._spare.append(changes)
 
     def _finish(self, image: Any, changes: Changes, version: int, base: int, index: int) -> Encoded:
-        payload = None if changes.dense else _code(changes, self._map.bucket(index)[1] * LANE_BYTES)
-        if payload is None:
+        parts = None if changes.dense else _code(changes, self._map.bucket(index)[1] * LANE_BYTES)
+        if parts is None:
             message = self._dense(image, version, base, index).message
         else:
-            message = self._pack(Kind.DELTA, version, base, index, changes.count, payload)
+            message = self._pack(Kind.DELTA, version, base, index, changes.count, parts)
         self._keep(changes)
         return Encoded(message, changes.digest, changes.count, index)
 
     def _dense(self, image: Any, version: int, base: int, index: int) -> Encoded:
         lanes, digest = self._gather(image, index)
-        return Encoded(self._pack(Kind.DENSE, version, base, index, lanes.size, lanes.view(np.uint8).data), digest, lanes.size, index)
+        message = self._pack(Kind.DENSE, version, base, index, lanes.size, [lanes.view(np.uint8).data])
+        return Encoded(message, digest, lanes.size, index)
 
-    def _pack(self, kind: Kind, version: int, base: int, index: int, changes: int, payload: bytes | memoryview) -> bytes:
+    def _pack(self, kind: Kind, version: int, base: int, index: int, changes: int, payload: Sequence[bytes | memoryview]) -> bytes:
         first, lanes = self._map.bucket(index)
-        return wire.pack(
-            BucketHeader(kind, version, base, self._map.stream_id, index, first, lanes, changes, len(payload), self._plan_id), payload
-        )
+        header = BucketHeader(kind, version, base, self._map.stream_id, index, first, lanes, changes, 0, self._plan_id)
+        return wire.pack(header, *payload)
 
 
-def _code(changes: Changes, dense_bytes: int) -> bytes | None:
-    """Payload of a DELTA bucket; None when it would not be smaller than dense."""
+def _code(changes: Changes, dense_bytes: int) -> list[bytes | memoryview] | None:
+    """Payload of a DELTA bucket, in parts; None when it would not be smaller than dense."""
     if changes.count == 0:
-        return b""
+        return []
     positions, differences = changes.filled
-    codes, tree, value_bits = _codebook(differences)
-    if (value_bits + changes.count) // 8 + len(tree) >= dense_bytes:  # a position takes more than a bit
+    scratch = changes.scratch = Scratch() if changes.scratch is None else changes.scratch
+    tree, value_bits = _codebook(changes.histogram, scratch)
+    changes.coded = True
+    if (value_bits + changes.count) // 8 + len(tree) >= dense_bytes:  # a position takes a bit at least
         return None
     blocks = -(-changes.count // kernels.BLOCK_CHANGES)
-    table = np.empty(blocks * kernels.BLOCK_RECORD_BYTES, np.uint8)
-    gaps, values = np.empty(blocks * kernels.GAP_BLOCK_BYTES, np.uint8), np.empty(blocks * kernels.VALUE_BLOCK_BYTES, np.uint8)
-    gap_bytes, value_bytes = kernels.encode_blocks(positions, differences, codes, 0, blocks, table, gaps, values)
+    table, gaps, values = scratch.streams(blocks)
+    gap_bytes, value_bytes = kernels.encode_blocks(positions, differences, scratch.codes, table, gaps, values)
     prologue = len(tree).to_bytes(2, "little") + bytes(2)
-    parts = (prologue, tree.data, table.data, gaps[:gap_bytes].data, values[:value_bytes].data, bytes(kernels.PAYLOAD_PADDING))
-    payload = b"".join(parts)
-    return payload if len(payload) < dense_bytes else None
+    parts: list[bytes | memoryview] = [
+        prologue,
+        tree.data,
+        table.data,
+        gaps[:gap_bytes].data,
+        values[:value_bytes].data,
+        bytes(kernels.PAYLOAD_PADDING),
+    ]
+    return parts if sum(map(len, parts)) < dense_bytes else None
 
 
-def _codebook(differences: Lanes) -> tuple[NDArray[np.uint32], NDArray[np.uint8], int]:
-    """(code of every difference, the codebook, bits of all differences coded)."""
-    scratch = np.empty((3, 65536), np.int32)
-    distinct = kernels.count_differences(differences, *scratch)
-    symbols, counts = scratch[1, :distinct], scratch[2, :distinct]
-    split, room = np.empty(131072, np.uint8), np.empty((3, kernels.MAX_LEAVES), np.int64)
-    leaves = np.ascontiguousarray(room[:, : kernels.choose_leaves(symbols, counts, split, room)])
-    codes, tree = np.empty(65536, np.uint32), np.empty(kernels.CODEBOOK_BYTES, np.uint8)
+def _codebook(histogram: NDArray[np.int32], scratch: Scratch) -> tuple[NDArray[np.uint8], int]:
+    """(the codebook, bits of all differences coded); their codes are in scratch.codes. The histogram is zero after."""
+    distinct = kernels.take_counts(histogram, scratch.symbols, scratch.counts)
+    symbols, counts = scratch.symbols[:distinct], scratch.counts[:distinct]
+    leaves = np.ascontiguousarray(scratch.leaves[:, : kernels.choose_leaves(symbols, counts, scratch.split, scratch.leaves)])
     order = np.argsort(leaves[2], kind="stable")
-    tree_bytes, bits = kernels.assign_codes(symbols, counts, split, leaves, order, codes, tree)
-    return codes, tree[:tree_bytes], int(bits)
+    tree_bytes, bits = kernels.assign_codes(symbols, counts, scratch.split, leaves, order, scratch.codes, scratch.tree)
+    return scratch.tree[:tree_bytes], int(bits)
 
 
 @dataclass(frozen=True)

@@ -99,9 +99,29 @@ class Workers:
         return [f.result() for f in futures]
 
 
+class Scratch:
+    """Memory of the coding, kept from bucket to bucket: fresh memory costs as much as what is done with it."""
+
+    def __init__(self) -> None:
+        self.symbols, self.counts = np.empty((2, 65536), np.int32)
+        self.split = np.empty(131072, np.uint8)
+        self.leaves = np.empty((3, kernels.MAX_LEAVES), np.int64)
+        self.codes = np.empty(65536, np.uint32)
+        self.tree = np.empty(kernels.CODEBOOK_BYTES, np.uint8)
+        self._streams = [np.empty(0, np.uint8)] * 3
+
+    def streams(self, blocks: int) -> list[NDArray[np.uint8]]:
+        """Room for the block table, the gap streams and the value streams of so many blocks."""
+        sizes = [blocks * n for n in (kernels.BLOCK_RECORD_BYTES, kernels.GAP_BLOCK_BYTES, kernels.VALUE_BLOCK_BYTES)]
+        if self._streams[0].size < sizes[0]:
+            self._streams = [np.empty(2 * n, np.uint8) for n in sizes]
+        return [room[:n] for room, n in zip(self._streams, sizes, strict=True)]
+
+
 @dataclass
 class Changes:
-    """What the scan of a bucket has found so far. positions: uint32, in the bucket; differences: uint16; `count` are filled.
+    """What the scan of a bucket has found so far. positions: uint32, in the bucket; differences: uint16; `count` are filled;
+    histogram: int32[65536], of the differences.
 
     Once there are more than `most`, the bucket goes dense and only `count` and `digest` are kept on.
     """
@@ -109,8 +129,18 @@ class Changes:
     most: int
     positions: NDArray[np.uint32] = field(default_factory=lambda: np.empty(_FIRST_ROOM, np.uint32))
     differences: Lanes = field(default_factory=lambda: np.empty(_FIRST_ROOM, np.uint16))
+    histogram: NDArray[np.int32] = field(default_factory=lambda: np.zeros(65536, np.int32))
     count: int = 0
     digest: int = 0
+    coded: bool = False  # and the histogram, therefore, taken and left at zero
+    scratch: Scratch | None = None
+
+    def reset(self, most: int) -> None:
+        """Forget everything."""
+        if self.count and not self.coded:
+            self.histogram[:] = 0
+        self.count = self.digest = 0
+        self.coded, self.most = False, most
 
     @property
     def dense(self) -> bool:
@@ -131,6 +161,7 @@ class Changes:
             self.reserve(other.count)
             self.positions[self.count : self.count + other.count] = other.positions[: other.count]
             self.differences[self.count : self.count + other.count] = other.differences[: other.count]
+            kernels.count_differences(other.filled[1], self.histogram)
         self.count += other.count
         self.digest = (self.digest + other.digest) % MODULUS
 

@@ -132,7 +132,7 @@ class TorchStreamEncoder(StreamEncoder):
 
 def _noted(most: int, positions: torch.Tensor, differences: torch.Tensor, digest: int) -> Changes:
     on_host = positions.to(torch.int32).cpu().numpy().view(np.uint32)
-    return Changes(most, on_host, differences.cpu().numpy().view(np.uint16), len(on_host), digest % MODULUS)
+    return Changes(most, on_host, differences.cpu().numpy().view(np.uint16), count=len(on_host), digest=digest % MODULUS)
 
 
 class TorchStreamDecoder(StreamDecoder):

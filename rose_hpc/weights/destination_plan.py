@@ -1,6 +1,6 @@
 """Planner of destination layouts: the plans of all workers of an engine, traced in one process without any of its weights.
 
-    plans_of(...)  ──spawns──▶  python -m rose_hpc.weights.destination_plan REQUEST.json OUT   ──writes──▶  one plan per rank
+    plans_of(...)  ──spawns──▶  python -m rose_hpc.weights.destination_plan FOLDER  ──writes──▶  FOLDER/rank0.json …
 
 The child builds vLLM's own model on the meta device, once per tensor- and pipeline-parallel rank, in a FAKED world: torch's "fake"
 process group and a few of vLLM's communication classes replaced. It is a process of its own so that nothing of this
@@ -60,9 +60,9 @@ def plans_of(request: PlanRequest, layout: ImageLayout, deadline_s: float = 120.
 
 
 def environment() -> dict[str, str]:
-    """Of the child: quiet, offline, no plug-ins, no shared memory."""
+    """Of the child: quiet, offline, without plug-ins or bound cores."""
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_PLUGINS": "", "OMP_NUM_THREADS": "1"}
-    return os.environ | quiet | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_DISABLE_SHM": "1"}
+    return os.environ | quiet | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def _plan_file(folder: str, rank: int) -> Path:

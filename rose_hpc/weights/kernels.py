@@ -4,8 +4,8 @@ One file on purpose: numba keys its on-disk cache by the file that a kernel is w
 another file would go stale when that file changes. Arguments are normalised by the callers (read-only inputs, int64 scalars), so
 that every kernel has ONE specialisation.
 
-    scan_changes   old image, new lanes → positions, differences, digest change; the image becomes the new one
-    count_differences, choose_leaves, assign_codes   differences → code of every difference, the codebook's bits
+    scan_changes   old image, new lanes → positions, differences, their histogram, digest change; the image becomes the new one
+    take_counts, choose_leaves, assign_codes   histogram of the differences → their codes, the codebook's bits
     encode_blocks  positions, differences → block table, gap stream, value stream
     read_codebook, index_blocks, decode_blocks, apply_blocks     the inverse, bounded whatever the payload holds
     gather_dense, scatter_dense, digest_span                     whole lanes
@@ -39,6 +39,7 @@ PAYLOAD_PADDING = 16  # zero bytes at the end, so that a decoder may load whole 
 GAP_BLOCK_BYTES = (BLOCK_CHANGES * ESCAPE_BITS + 7) // 8 + 8  # most that one block can take, and the last word's store
 VALUE_BLOCK_BYTES = (BLOCK_CHANGES * 27 + 7) // 8 + 8
 CODEBOOK_BYTES = MAX_LEAVES * 8
+SCAN_ROOM = 64  # changes that a turn of the scan may find
 
 BAD_CODEBOOK, BAD_TABLE, BAD_GAPS, BAD_VALUES, BAD_POSITION = -1, -2, -3, -4, -5
 STATUS_TEXT = {
@@ -262,8 +263,12 @@ def scatter_dense(lanes, image, stream_start, image_start, first, want_digest):
 
 
 @_inline
-def _record(mask, old, new, position, word, positions, differences, count, digest):
-    """Note the lanes of a mask and write them into the old image. word: image lane of the mask's first bit << 16."""
+def _record(mask, old, new, position, word, to, count, digest):
+    """Note the lanes of a mask and write them into the old image.
+
+    word: image lane of the mask's first bit << 16; to: addresses of positions, differences and histogram.
+    """
+    positions, differences, histogram = to
     while mask != _ZERO:
         j = _trailing_zeros(mask)
         mask &= mask - _ONE
@@ -271,6 +276,8 @@ def _record(mask, old, new, position, word, positions, differences, count, diges
         _store16(old + 2 * j, after)
         _store32(positions + 4 * count, position + j)
         _store16(differences + 2 * count, after - before)
+        slot = histogram + 4 * ((after - before) & 0xFFFF)
+        _store32(slot, _load32(slot) + 1)
         count += 1
         lane = _U(word + (j << 16))
         digest += _finalise(lane | _U(after)) - _finalise(lane | _U(before))
@@ -289,58 +296,53 @@ def _differ_step(step, old, new):
 
 
 @_inline
-def _scan_run(old, new, size, position, lane, positions, differences, count, limit, digest):
+def _scan_run(old, new, size, position, lane, to, count, limit, digest):
     """scan_changes for `size` consecutive lanes at the addresses old and new. Returns (lanes done, count, digest)."""
-    for at in range(0, size - 63, 64):
+    at, stop = 0, size & ~63
+    while at < stop:
         mask = _differ64(old + 2 * at, new + 2 * at)
-        if mask != _ZERO:
-            if count > limit:
-                return at, count, digest
-            word = (lane + at) << 16
-            count, digest = _record(mask, old + 2 * at, new + 2 * at, position + at, word, positions, differences, count, digest)
+        while mask == _ZERO and at + 64 < stop:  # a loop of its own, that keeps all it needs in registers
+            at += 64
+            mask = _differ64(old + 2 * at, new + 2 * at)
+        if count > limit:
+            return at, count, digest
+        word = (lane + at) << 16
+        count, digest = _record(mask, old + 2 * at, new + 2 * at, position + at, word, to, count, digest)
+        at += 64
     # The rest in steps of 64, 32, 8 or 1 lanes, of which the last goes back to end at the run's end: lanes that were seen before are
     # equal by then and are not noted twice.
     step = 64 if size >= 64 else (32 if size >= 32 else (8 if size >= 8 else 1))
-    at = size & ~63
     while at < size:
         if count > limit:
             return at, count, digest
         at = min(at, size - step)
         mask = _differ_step(step, old + 2 * at, new + 2 * at)
         word = (lane + at) << 16
-        count, digest = _record(mask, old + 2 * at, new + 2 * at, position + at, word, positions, differences, count, digest)
+        count, digest = _record(mask, old + 2 * at, new + 2 * at, position + at, word, to, count, digest)
         at += step
     return size, count, digest
 
 
 @_kernel
-def scan_changes(image, lanes, stream_start, image_start, first, bucket_first, positions, differences, count):
+def scan_changes(image, lanes, stream_start, image_start, first, bucket_first, positions, differences, histogram, count):
     """Find what differs, note it and update the image.
 
     lanes: uint16[n], new values of stream lanes first .. first + n; positions: uint32, differences: uint16, filled from `count` on,
-    positions counted from bucket_first. Stops early when they are full (64 entries are kept free).
+    positions counted from bucket_first; histogram: int32[65536], differences are added to it. Counting them here costs nothing, for
+    the scan waits for memory. Stops early when fewer than SCAN_ROOM entries are free.
     Returns (lanes done, count, digest change).
     """
     digest = _ZERO
-    limit = positions.size - 64
+    limit = positions.size - SCAN_ROOM
+    to = (_address(positions), _address(differences), _address(histogram))
     run = _run_at(stream_start, first)
     done = 0
     while done < lanes.size:
         skip = first + done - stream_start[run]
         size = min(stream_start[run + 1] - stream_start[run] - skip, lanes.size - done)
         lane = image_start[run] + skip
-        seen, count, digest = _scan_run(
-            _address(image) + 2 * lane,
-            _address(lanes) + 2 * done,
-            size,
-            first + done - bucket_first,
-            lane,
-            _address(positions),
-            _address(differences),
-            count,
-            limit,
-            digest,
-        )
+        old, new, position = _address(image) + 2 * lane, _address(lanes) + 2 * done, first + done - bucket_first
+        seen, count, digest = _scan_run(old, new, size, position, lane, to, count, limit, digest)
         done += seen
         if seen < size:
             break
@@ -536,15 +538,24 @@ def _write_tree(symbols, split, lengths, out):
 
 
 @_kernel
-def count_differences(differences, histogram, symbols, counts):
-    """Which differences (uint16[n]) occur, increasing, and how often. histogram, symbols, counts: int32[65536]. Returns how many."""
-    histogram[:] = 0
+def count_differences(differences, histogram):
+    """Add differences (uint16[n]) to a histogram, int32[65536]."""
     for i in range(differences.size):
         histogram[differences[i]] += 1
-    distinct = 0
-    for symbol in range(65536):
-        symbols[distinct], counts[distinct] = symbol, histogram[symbol]
-        distinct += histogram[symbol] != 0
+
+
+@_kernel
+def take_counts(histogram, symbols, counts):
+    """Which differences occur, increasing, and how often; the histogram is zero after. All int32[65536]. Returns how many."""
+    distinct, at = 0, _address(histogram)
+    for group in range(0, 65536, 8):  # most differences do not occur
+        word = at + 4 * group
+        if _load64(word) | _load64(word + 8) | _load64(word + 16) | _load64(word + 24) == _ZERO:
+            continue
+        for symbol in range(group, group + 8):
+            symbols[distinct], counts[distinct] = symbol, histogram[symbol]
+            distinct += histogram[symbol] != 0
+            histogram[symbol] = 0
     return distinct
 
 
@@ -666,19 +677,21 @@ def _rice_parameter(gaps, size):
             bits += quotient + np.uint32(k + 1) if quotient < np.uint32(UNARY_LIMIT) else np.uint32(ESCAPE_BITS)
         if bits < best_bits:
             best, best_bits = k, bits
+        elif 2 * bits > 3 * best_bits:
+            break
     return best
 
 
 @_kernel
-def encode_blocks(positions, differences, codes, first_block, blocks, table, gap_stream, value_stream):
-    """Code blocks first_block .. first_block + blocks of a bucket's changes.
+def encode_blocks(positions, differences, codes, table, gap_stream, value_stream):
+    """Code a bucket's changes.
 
     table: uint8[blocks * BLOCK_RECORD_BYTES]; gap_stream, value_stream: uint8, GAP_BLOCK_BYTES and VALUE_BLOCK_BYTES per block.
     Returns (bytes of the gap stream, bytes of the value stream).
     """
     gaps = np.empty(BLOCK_CHANGES, np.uint32)
     gap_at, value_at, record = _address(gap_stream), _address(value_stream), _address(table)
-    for block in range(first_block, first_block + blocks):
+    for block in range(table.size // BLOCK_RECORD_BYTES):
         start = block * BLOCK_CHANGES
         size = min(BLOCK_CHANGES, positions.size - start)
         for i in range(size - 1):
@@ -689,7 +702,7 @@ def encode_blocks(positions, differences, codes, first_block, blocks, table, gap
         _store32(record, np.int64(positions[start]))
         _store16(record + 4, gap_bytes)
         _store16(record + 6, value_bytes)
-        table[(block - first_block) * BLOCK_RECORD_BYTES + 8] = k
+        table[block * BLOCK_RECORD_BYTES + 8] = k
         record += BLOCK_RECORD_BYTES
         gap_at += gap_bytes
         value_at += value_bytes

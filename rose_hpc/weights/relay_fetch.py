@@ -7,6 +7,7 @@ Invariants
 - The reply says `verified` only when the digest recomputed in the arena equals the command's.
 - Buckets that arrived before a fault stay stored: the next generation's pull asks only for what is missing.
 - A delta is applied only to its base, and only complete; a keyframe makes the arena nothing until it is complete.
+- A keyframe of what lies here already moves nothing if the image, digested in full, is still that; else it heals the image.
 - A fault is a reply, never an exception: one lost peer must not cost the relay.
 """
 
@@ -19,6 +20,7 @@ from typing import Any
 from rose_hpc.errors import RoseError, WeightsError
 from rose_hpc.messages import FetchVersion, RelayAddress, RelayMember, VersionFetched
 from rose_hpc.weights.arena import Arena
+from rose_hpc.weights.digest import combine, digest_runs
 from rose_hpc.weights.relay_arena import IncomingKeyframe, RelayArena
 from rose_hpc.weights.relay_messages import KEYFRAME, Manifest, Pull, Refusal, Said, pack
 from rose_hpc.weights.relay_serving import Serving
@@ -26,6 +28,7 @@ from rose_hpc.weights.relay_spec import TREE_COST, RelaySpec
 from rose_hpc.weights.transport.base import Transport
 from rose_hpc.weights.tree import Member, plan_trees
 from rose_hpc.weights.wire import peek
+from rose_hpc.weights.wire import unpack as unpack_bucket
 
 Connect = Callable[[str, RelayAddress], None]
 
@@ -54,6 +57,10 @@ class Fetch:
         self.result: VersionFetched | None = None
 
     @property
+    def generation(self) -> int:
+        return self._command.generation
+
+    @property
     def _is_keyframe(self) -> bool:
         return self._command.base == KEYFRAME
 
@@ -70,8 +77,8 @@ class Fetch:
 
     def bucket(self, peer: str, message: memoryview) -> None:
         """A bucket; one that comes before its manifest, from no parent, or of another version (an earlier generation's) is ignored."""
-        if peer in self._parents and self._missing is not None and self._is_ours(message):
-            self._guarded(lambda: self._store(peer, message))
+        if peer in self._parents and self._missing is not None:
+            self._guarded(lambda: self._store_ours(peer, message))
 
     def lost(self, peer: str, why: str) -> None:
         if self._still_owes(peer):
@@ -82,10 +89,6 @@ class Fetch:
         for peer, heard_s in self._heard_s.items():
             if self.result is None and now_s - heard_s > self._deadline_s and self._still_owes(peer):
                 self._guarded(lambda peer=peer: _raise(PeerFailed(peer, f"{peer} is silent", got=f"nothing in {self._deadline_s:g} s")))  # type: ignore[misc]
-
-    def _is_ours(self, message: memoryview) -> bool:
-        said = peek(message)
-        return said is None or said == (self._command.version, self._command.base)  # what is no bucket at all is a fault
 
     def _guarded(self, step: Callable[[], None]) -> None:
         if self.result is not None:
@@ -102,8 +105,10 @@ class Fetch:
     def _begin(self) -> None:
         arena = self._home.arena
         if arena is not None and self._is_here(arena):
-            self.result = self._reply(verified=True, digest=self._command.digest)
-            return
+            if not self._is_keyframe or self._is_whole(arena):
+                self.result = self._reply(verified=True, digest=self._command.digest)
+                return
+            arena.begin_keyframe()  # from now on the image is nothing: to engines, and to peers that pull it
         self._home.incoming = None  # an earlier keyframe that was given up
         if not self._is_keyframe and self._home.version != self._command.base:
             raise WeightsError(
@@ -117,6 +122,12 @@ class Fetch:
     def _is_here(self, arena: Arena) -> bool:
         state = arena.state()
         return state.verified and (state.version, state.digest) == (self._command.version, self._command.digest)
+
+    def _is_whole(self, arena: Arena) -> bool:
+        """Whether the image still has the digest that its state claims: somebody asks for a keyframe although it should be here."""
+        streams = self._command.stream_bytes.keys()
+        parts = [digest_runs(arena.image(), s.runs) for s in arena.plan.streams if s.stream_id in streams]
+        return combine(parts) == self._command.digest
 
     def _plan(self) -> dict[str, list[int]]:
         """Parent → streams to pull from it. Raises WeightsError when this relay would plan another tree than the controller."""
@@ -175,6 +186,14 @@ class Fetch:
             arena.begin_keyframe()
             self._home.incoming = IncomingKeyframe(self._command.version)
 
+    def _store_ours(self, peer: str, message: memoryview) -> None:
+        """Leave out a sound bucket of another version; damage in the very fields that tell the version is damage all the same."""
+        said = peek(message)
+        if said is not None and said != (self._command.version, self._command.base):
+            unpack_bucket(message)
+            return
+        self._store(peer, message)
+
     def _store(self, peer: str, message: memoryview) -> None:
         arena = self._home.arena_here()
         header = (
@@ -200,9 +219,12 @@ class Fetch:
         arena.commit_delta(command.version, command.base, command.digest, sorted(self._missing or ()))
         applied = arena.apply(command.version, self._deadline_s, collect=self._serving.sends_keyframes)
         self._serving.overwritten(applied.undo)
+        verified = arena.state().verified
+        if not verified:  # buckets that lead elsewhere: nobody shall have them from here
+            arena.discard(command.version)
         arena.prune(self._retained)
         self._serving.stored()
-        return applied.digest, applied.changes, arena.state().verified
+        return applied.digest, applied.changes, verified
 
     def _finish_keyframe(self, arena: Arena) -> tuple[int, int, bool]:
         state = arena.finish_keyframe(self._command.version, self._command.digest)

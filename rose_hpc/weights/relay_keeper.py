@@ -3,7 +3,8 @@
     mpiexec ─ keeper ─ relay (MPI) ──killed──▶ keeper starts it again, alone and without MPI; its arena says where it was
 
 The launcher would end the whole world with a rank that dies; here it only sees the keeper, which never dies of its own. MPI cannot
-take a rank back, so the one that returns is reached by TCP.
+take a rank back, so the one that returns is reached by TCP. MPICH's launcher tells of a dead rank by SIGUSR1 to all others: MPI
+handles it, the keeper must ignore it.
 
 Exit status: the relay's, when it ended by itself.
 """
@@ -88,6 +89,7 @@ class Keeper:
 def main(spec_file: str) -> int:
     """Process entry."""
     die_with_parent()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # inherited by the relay, which may not have come to MPI yet, or never does
     try:
         name = read_spec(Path(spec_file), RelaySpec).nodes[rank_of(os.environ)].name
         return Keeper(spec_file, name).run()

@@ -17,6 +17,7 @@ from rose_hpc.errors import EnvironmentFault
 from rose_hpc.messages import RelayAddress
 from rose_hpc.weights.relay_spec import RelaySpec
 from rose_hpc.weights.transport.base import Event, Lost, Naps, Parts, Transport, not_connected
+from rose_hpc.weights.transport.framing import key_for
 from rose_hpc.weights.transport.tcp import TcpTransport
 
 if TYPE_CHECKING:
@@ -26,7 +27,10 @@ MESSAGE_OVERHEAD_BYTES = 64 << 20  # a manifest carries layout and plan, a dense
 
 
 class RelayLinks:
-    """Transport and connections of one relay. key: 32 bytes that peers must know to connect. name: when it is not a rank of MPI."""
+    """Transport and connections of one relay. name: when it is not a rank of MPI.
+
+    key: 32 bytes, from which the keys of peers are derived (`key_for`).
+    """
 
     def __init__(self, spec: RelaySpec, name: str | None, key: bytes) -> None:
         self._spec, self._naps, self._lost_to_mpi = spec, Naps(), set[str]()
@@ -35,7 +39,7 @@ class RelayLinks:
         rank = -1 if self._mpi is None else self._mpi.rank
         self.name = name if name is not None else spec.nodes[max(rank, 0)].name
         self._world = {n.name for n in spec.nodes} - {self.name} if self._mpi is not None else set[str]()
-        self._tcp = TcpTransport(self.name, key, spec.host, max_message_bytes=largest, stall_s=spec.deadline_s)
+        self._tcp = TcpTransport(self.name, lambda peer: key_for(key, peer), spec.host, max_message_bytes=largest, stall_s=spec.deadline_s)
         host, port = self._tcp.address
         self.address = RelayAddress(host, port, key, "" if self._mpi is None else spec.world, rank)
 
@@ -82,8 +86,12 @@ class RelayLinks:
                 return events
 
     def drop(self, peer: str) -> None:
+        """What MPI has dropped stays dropped there: the peer is reached by TCP from now on."""
         if self._is_reachable(peer):
-            self._transport(peer).drop(peer)
+            transport = self._transport(peer)
+            transport.drop(peer)
+            if transport is self._mpi:
+                self._lost_to_mpi.add(peer)
 
     def close(self) -> None:
         self._tcp.close()

@@ -96,7 +96,10 @@ class Relay:
 
     def _answer(self) -> None:
         if self._fetch is not None and self._fetch.result is not None:
-            self._reply(self._call_id, self._fetch.result)
+            result, generation = self._fetch.result, self._fetch.generation
+            self._reply(self._call_id, result)
+            if not result.verified:
+                self._serving.given_up(generation, result.fault if result.fault else "the digest was wrong")
             self._fetch = None
 
     def _on(self, event: Event) -> None:

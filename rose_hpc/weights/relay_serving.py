@@ -1,7 +1,7 @@
 """A relay's serving side: answers pulls from its arena, bucket by bucket, to any number of peers at once. Knows no commands.
 
     Pull ─▶ waiting ──arena is there──▶ Manifest sent ─▶ buckets as they come in ──all sent──▶ done
-               └──deadline──▶ Refusal                        └──deadline without a bucket──▶ Refusal
+               └──deadline──▶ Refusal                        └──deadline without a bucket, or its own fetch failed──▶ Refusal
 
 Invariants
 - A bucket goes out verbatim as it was stored; one that this relay is itself receiving follows as soon as it is stored (the pipeline).
@@ -62,6 +62,7 @@ class Serving:
     def __init__(self, home: RelayArena, transport: Transport, window_bytes: int, deadline_s: float) -> None:
         self._home, self._transport, self._window_bytes, self._deadline_s = home, transport, window_bytes, deadline_s
         self._sessions: dict[str, _Session] = {}
+        self._given_up: tuple[int, str] | None = None  # the last generation in which this relay failed, and why
 
     @property
     def is_sending(self) -> bool:
@@ -87,6 +88,10 @@ class Serving:
         for session in self._sessions.values():
             session.stale = True
 
+    def given_up(self, generation: int, why: str) -> None:
+        """This relay's own fetch has failed: who waits for the rest of it from here, or asks late, need not wait for the deadline."""
+        self._given_up = (generation, why)
+
     def overwritten(self, undo: Iterable[Undo]) -> None:
         """The image has changed under the keyframes that are on their way."""
         for session in self._sessions.values():
@@ -99,6 +104,8 @@ class Serving:
             try:
                 if self._advance(session, now_s):
                     self.forget(session.peer)
+                elif self._given_up is not None and self._given_up[0] == session.pull.generation and not self._window_is_full(session):
+                    raise WeightsError("this relay could not get it", got=self._given_up[1])
                 elif now_s - session.since_s > self._deadline_s:
                     raise WeightsError("this relay has not got it", got=f"no new bucket in {self._deadline_s:g} s")
             except RoseError as error:
@@ -122,7 +129,7 @@ class Serving:
         session.stale = False
         arena, later = self._home.arena_here(), deque[tuple[int, int]]()
         while session.to_send:
-            if self._transport.queued_bytes(session.peer) >= self._window_bytes:
+            if self._window_is_full(session):
                 session.stale = True
                 break
             stream, index = session.to_send.popleft()
@@ -134,6 +141,9 @@ class Serving:
             session.since_s = now_s
         session.to_send.extendleft(reversed(later))
         return not session.to_send
+
+    def _window_is_full(self, session: _Session) -> bool:
+        return self._transport.queued_bytes(session.peer) >= self._window_bytes
 
     def _announce(self, session: _Session) -> bool:
         """Send the manifest; False while there is no arena here that could say."""
@@ -153,6 +163,8 @@ class Serving:
             raise WeightsError("no such stream", got=sorted(unknown)[:5], expected=f"0 to {len(streams) - 1}")
         if session.is_keyframe and not self._is_coming(session):
             self._hold(session, arena)
+        elif not session.is_keyframe:
+            self._check_kept(pull, arena)
         counts = {s: streams[s].buckets(arena.bucket_bytes) for s in sorted(pull.have)}
         has_plan = pull.plan == plan.fingerprint
         layout, plan_bytes = ("", b"") if has_plan else (to_json(arena.layout), to_bytes(plan))
@@ -161,6 +173,13 @@ class Serving:
         session.to_send = deque((s, i) for s, count in counts.items() for i in range(count) if i not in set(pull.have[s]))
         session.announced = True
         return True
+
+    def _check_kept(self, pull: Pull, arena: Arena) -> None:
+        """Raises WeightsError for a delta that will not come in any more: its version is here without it, by a keyframe or pruned."""
+        is_past = bool(arena.shards(pull.version)) if self._home.is_source else arena.state().version >= pull.version
+        missing = [at for at in arena.missing(pull.version, list(pull.have)) if at[1] not in pull.have[at[0]]] if is_past else []
+        if missing:
+            raise WeightsError(f"the delta to version {pull.version} is not kept here", got=f"{len(missing)} buckets missing")
 
     def _is_coming(self, session: _Session) -> bool:
         """Whether the keyframe asked for is the one that this relay is itself receiving."""

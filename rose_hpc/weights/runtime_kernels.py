@@ -2,7 +2,7 @@
 
 bits: uint16 [lanes], the parameter's own memory. An element is `width` lanes (2 for float32); its image lanes are
 element × width onwards. Sums are per slot (placement.Sharing), mod 2^64, of the digest's terms (digest.py). The caller guarantees that
-positions and boxes lie inside. `digest_boxes_torch` and friends in runtime_weights.py are the same for other devices.
+positions and boxes lie inside. runtime_memory.DeviceMemory does the same on other devices.
 """
 
 from __future__ import annotations

@@ -65,10 +65,13 @@ class VllmModel:
 
     def __init__(self, model: torch.nn.Module, config: Any) -> None:
         self._model, self._config = model, config
-        self._meta = vllm_layers.meta_copy(config)
+        try:
+            self._meta: torch.nn.Module | str = vllm_layers.meta_copy(config)
+        except Exception as error:  # the edge to models of any kind: this one is loaded anew each time, and its updates say so
+            self._meta = f"it cannot be built without memory: {type(error).__name__}: {error}"
 
     def trace(self, layout: ImageLayout) -> DestinationPlan:
-        return trace(self._meta, layout)
+        return DestinationPlan((), (), flags=(self._meta,)) if isinstance(self._meta, str) else trace(self._meta, layout)
 
     def packed(self) -> list[str]:
         return vllm_layers.packed_layers(self._model)

@@ -63,12 +63,12 @@ def plan_id(fingerprint: str) -> int:
     return int(fingerprint[:16], 16)
 
 
-def pack(header: BucketHeader, payload: bytes | bytearray | memoryview) -> bytes:
-    """One message. payload_bytes and checksum are computed, whatever the header holds.
+def pack(header: BucketHeader, *payload: bytes | bytearray | memoryview) -> bytes:
+    """One message; the payload may come in parts, of bytes. payload_bytes and checksum are computed, whatever the header holds.
 
     Raises WeightsError when the message could not be read back: a number out of its range, sizes that disagree.
     """
-    header = replace(header, payload_bytes=len(payload))
+    header = replace(header, payload_bytes=sum(map(len, payload)))
     _check(header)
     fields = _FIELDS.pack(
         MAGIC,
@@ -84,7 +84,10 @@ def pack(header: BucketHeader, payload: bytes | bytearray | memoryview) -> bytes
         header.changes,
         header.payload_bytes,
     )
-    return b"".join((fields, _CHECKSUM.pack(zlib.crc32(payload, zlib.crc32(fields))), payload))
+    checksum = zlib.crc32(fields)
+    for part in payload:
+        checksum = zlib.crc32(part, checksum)
+    return b"".join((fields, _CHECKSUM.pack(checksum), *payload))
 
 
 def unpack(message: memoryview | bytes) -> tuple[BucketHeader, memoryview]:

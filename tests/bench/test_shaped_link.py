@@ -131,7 +131,7 @@ def test_every_baseline_brings_versions_to_all_receivers(link: ShapedLink, way: 
 def test_a_forwarder_delays_and_keeps_order() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
-        DelayForwarder("127.0.0.1", server.getsockname(), 0.02) as forwarder,
+        DelayForwarder(socket.create_server(("127.0.0.1", 0)), server.getsockname(), 0.02) as forwarder,
         socket.create_connection(forwarder.address, WAIT_S) as client,
     ):
         start = time.perf_counter()

@@ -104,7 +104,7 @@ def test_the_next_version_answers_after_an_update(serving: RunningEngine, polici
 def test_a_request_in_flight_continues_under_the_new_version(
     serving: RunningEngine, policies: Policies, threads: ThreadPoolExecutor
 ) -> None:
-    old, wanted = serving.health().policy_version, policies.publish()
+    old, wanted = serving.health().policy_version, policies.publish(0.02)
     flying = threads.submit(serving.generate, turn("flying", PROMPT, LONG))
     wait_until(lambda: serving.health().running == 1, 10, "the request's start")
     serving.generate(turn("beside-old", PROMPT, 8))  # by its end the other has tokens too

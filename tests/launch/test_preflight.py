@@ -100,3 +100,11 @@ def test_an_incomplete_or_unreadable_model_folder_is_explained(tmp_path):
         json.dumps({"num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 128, "max_position_embeddings": 64})
     )
     assert preflight.read_model_config(tmp_path) == {"layers": 2, "kv_heads": 4, "head_dim": 32, "max_positions": 64}
+
+
+def test_mpichs_launcher_is_told_to_let_survivors_live_and_others_are_left_alone(tmp_path):
+    assert preflight.launcher_flags(preflight.find_mpiexec("mpiexec")) == ["-disable-auto-cleanup"]
+    other = tmp_path / "mpiexec"
+    other.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 5.0.1'\n")
+    other.chmod(0o755)
+    assert preflight.launcher_flags(str(other)) == [] == preflight.launcher_flags(str(tmp_path / "absent"))

@@ -2,10 +2,11 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -36,8 +37,8 @@ class Rows(list):
 class RelayCluster:
     """relay-0 on the trainer's node and sinks relay-1 … relay-n; `world` of them share an MPI world, the others are alone."""
 
-    def __init__(self, tmp_path, sinks=2, world=3, deadline_s=5.0, retained=4, opportunistic=()):
-        self.path, self.deadline_s, self.retained = tmp_path, deadline_s, retained
+    def __init__(self, tmp_path, sinks=2, world=3, deadline_s=5.0, retained=4, opportunistic=(), bucket_bytes=BUCKET_BYTES):
+        self.path, self.deadline_s, self.retained, self.bucket_bytes = tmp_path, deadline_s, retained, bucket_bytes
         self.names = [f"relay-{i}" for i in range(1 + sinks)]
         self.in_world = self.names[:world]
         kinds = {name: "opportunistic" if name in opportunistic else "dedicated" for name in self.names[1:]}
@@ -73,7 +74,7 @@ class RelayCluster:
             control_dir=self.path / "control",
             nodes=nodes,
             world=world,
-            bucket_bytes=BUCKET_BYTES,
+            bucket_bytes=self.bucket_bytes,
             retained_versions=self.retained,
             deadline_s=self.deadline_s,
             lease_ttl_s=10,
@@ -91,6 +92,12 @@ class RelayCluster:
         """One relay alone, by TCP; or again, after `kill`."""
         self._start(name, [sys.executable, "-m", "rose_hpc.weights.relay", self.spec([name]), name])
 
+    def start_trainer(self, seed):
+        """A trainer of one rank in a process of its own (chaos_trainer.py), on the node of relay-0."""
+        script = Path(__file__).with_name("chaos_trainer.py")
+        arguments = [self.path / "control", self.arena("relay-0"), seed, self.bucket_bytes, self.retained]
+        self._start("trainer-0", [sys.executable, str(script), *map(str, arguments)])
+
     def _start(self, key, command):
         with (self.path / f"{key}.log").open("ab") as log:
             environment = {**os.environ, "HYDRA_LAUNCHER": "fork", "OMP_NUM_THREADS": "1"}
@@ -102,19 +109,70 @@ class RelayCluster:
             return self.processes[name].pid
         world = psutil.Process(self.processes["world"].pid)
         for process in world.children(recursive=True):
-            line = " ".join(process.cmdline())
-            if "rose_hpc.weights.relay " in line + " " and "relay_keeper" not in line and self._is(process, name, line):
-                return process.pid
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                line = " ".join(process.cmdline())
+                if "rose_hpc.weights.relay " in line + " " and "relay_keeper" not in line and self._is(process, name, line):
+                    return process.pid
         raise LookupError(name)
 
     def _is(self, process, name, line):
         return line.endswith(name) or process.environ().get("PMI_RANK") == str(self.in_world.index(name))
+
+    def keeper(self, name):
+        """The process that keeps a relay of the world."""
+        return psutil.Process(self.pid(name)).parent()
 
     def kill(self, name):
         """SIGKILL. A relay of the world is started again by its keeper; of the others, nobody does."""
         os.kill(self.pid(name), signal.SIGKILL)
         if name in self.processes:
             self.processes.pop(name).wait(10)
+
+    def leave(self, name):
+        """SIGTERM to a relay that is alone, as its agent would send it."""
+        process = self.processes.pop(name)
+        process.terminate()
+        process.wait(10)
+
+    def wipe(self, name):
+        """The node has lost its arena. Only while its relay is down."""
+        shutil.rmtree(self.arena(name), ignore_errors=True)  # it may never have had one
+
+    async def freeze(self, name, stopped_s):
+        """SIGSTOP, and SIGCONT later."""
+        pid = self.pid(name)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(stopped_s)
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+    # ── damage, as bad memory or a bad disk would do it: nobody is told ──
+
+    def bucket_file(self, name, version, index):
+        return self.arena(name) / f"v{version}" / f"s0.b{index}"
+
+    def flip_bit(self, name, version, index, at):
+        """In a stored bucket. at: byte offset, negative from the end."""
+        with self.bucket_file(name, version, index).open("r+b") as file:
+            where = file.seek(at, os.SEEK_SET if at >= 0 else os.SEEK_END)
+            byte = file.read(1)[0]
+            file.seek(where)
+            file.write(bytes([byte ^ 0x10]))
+
+    def truncate(self, name, version, index):
+        """A stored bucket loses its end. Another file under the old name: whoever has mapped the old one keeps it."""
+        path = self.bucket_file(name, version, index)
+        shorter = path.with_name(f".{path.name}.cut")
+        shorter.write_bytes(path.read_bytes()[:-5])
+        shorter.rename(path)
+
+    def flip_lane(self, name, lane):
+        """In the image."""
+        image = np.memmap(self.arena(name) / "image", np.uint16, "r+")
+        image[lane] ^= 0x10
+        image.flush()
 
     def end(self):
         for process in self.processes.values():
@@ -133,7 +191,8 @@ class RelayCluster:
     def publish(self, weights, version):
         """Publish and tell the distribution. weights: the same mapping at every call."""
         if self.publisher is None:
-            self.publisher = WeightPublisher(weights, self.arena("relay-0"), retained_versions=self.retained, bucket_bytes=BUCKET_BYTES)
+            arena = self.arena("relay-0")
+            self.publisher = WeightPublisher(weights, arena, retained_versions=self.retained, bucket_bytes=self.bucket_bytes)
         shard = self.publisher.publish(version)
         self.distribution.publish(Published(version, shard.base, shard.digest, shard.shard_bytes, {0: shard.stream_bytes}))
         return shard

@@ -74,7 +74,7 @@ def test_a_world_that_closes_together_ends_mpi_and_leaves_nothing(tmp_path, flag
         t = MpiTransport(["a", "b", "c"], 20)
         for peer in t.peers:
             t.send(peer, [t.name.encode()])
-        until(t, lambda e: len(e) == 2 and not any(t.queued_bytes(p) for p in t.peers))
+        until(t, lambda e: sum(isinstance(x, Received) for x in e) == 2 and not any(t.queued_bytes(p) for p in t.peers))
         time.sleep(0.2 * t.rank)
         t.close()
         from mpi4py import MPI

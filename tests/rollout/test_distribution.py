@@ -8,6 +8,7 @@ from rose_hpc.errors import DigestMismatch, TransferTimeout
 from rose_hpc.messages import RelayAddress, VersionFetched, WorkerUp
 from rose_hpc.rollout.distribution import KEYFRAME, Distribution, Place, Published
 from rose_hpc.rollout.workers import NoReply
+from rose_hpc.weights.transport.framing import key_for
 
 PLACES = {
     "relay-0": Place("trainer", "t0", ranks=(0, 1)),
@@ -139,7 +140,7 @@ def test_a_relay_that_claims_to_have_verified_another_digest_is_not_believed():
 def test_damage_in_the_keyframe_too_stops_the_run():
     relays, _, d = distribution()
     d.publish(published(0, base=KEYFRAME))
-    relays.script["relay-1", 0] = [{"digest": 7, "verified": False}] * 2
+    relays.script["relay-1", 0] = [{"digest": 7, "verified": False}] * 3  # from the trainer, from the neighbour, from the trainer
     with pytest.raises(DigestMismatch, match="relay-1"):
         bring(d, 0)
 
@@ -190,3 +191,88 @@ def test_a_sink_that_does_not_answer_ends_in_a_timeout_that_names_it():
     with pytest.raises(TransferTimeout, match="relay-2"):
         bring(d, 0)
     assert set(rows.events()) == {("transfer_fault", "relay-2")} and d.holds("relay-1") == 0
+
+
+def keyframe_that_is_wrong(relays, sink, version):
+    relays.script[sink, version] = [{"digest": 7, "verified": False}]
+
+
+def test_a_wrong_keyframe_from_a_sink_makes_the_giver_doubted_and_the_next_comes_from_elsewhere():
+    relays, rows, d = distribution()
+    d.publish(published(0, base=KEYFRAME))
+    bring(d, 0, ["relay-1"])
+    relays.orders.clear()
+    keyframe_that_is_wrong(relays, "relay-3", 0)
+    bring(d, 0, ["relay-3"])
+    assert [[m.name for m in order.members if m.holds] for _, order in relays.orders] == [["relay-1"], ["relay-0"]]
+    assert rows.events() == [("digest_mismatch", "relay-3"), ("arena_doubted", "relay-1")]
+    assert d.holds("relay-1") == -1
+    d.publish(published(1))
+    relays.orders.clear()
+    bring(d, 1, ["relay-1"])
+    assert stages(relays) == [("relay-1", 1, -1)] and d.holds("relay-1") == 1
+
+
+def test_a_doubted_sink_gets_a_keyframe_of_what_it_should_hold_also_after_a_restart():
+    relays, rows, d = distribution()
+    d.publish(published(0, base=KEYFRAME))
+    bring(d, 0)
+    d.doubt("relay-1", "its executor refused it")
+    relays.greetings["relay-1"] = hello(version=0)
+    relays.orders.clear()
+    bring(d, 0)
+    assert stages(relays) == [("relay-1", 0, -1)] and d.holds("relay-1") == 0
+    assert rows.events() == [("arena_doubted", "relay-1"), ("relay_restarted", "relay-1")]
+
+
+def test_a_relay_that_failed_somebody_is_asked_again_once_it_has_brought_in_a_version_itself():
+    relays, _, d = distribution()
+    d.publish(published(0, base=KEYFRAME))
+    bring(d, 0, ["relay-1"])
+    relays.script["relay-3", 0] = [{"verified": False, "version": -1, "fault": "it refused", "lost": "relay-1"}]
+    bring(d, 0, ["relay-3"])
+    d.publish(published(1))
+    bring(d, 1, ["relay-1"])
+    relays.orders.clear()
+    bring(d, 1, ["relay-3"])
+    assert [m.name for m in relays.orders[0][1].members if m.holds] == ["relay-1"]
+
+
+def test_a_peer_that_was_lost_and_has_come_back_before_it_was_reported_is_asked_again():
+    relays, _, d = distribution()
+    d.publish(published(0, base=KEYFRAME))
+    bring(d, 0, ["relay-1"])
+    relays.orders.clear()
+    fault = {"verified": False, "version": -1, "fault": "lost relay-1", "lost": "relay-1"}
+    relays.script["relay-3", 0] = [fault]
+    call = relays.call
+
+    async def call_and_restart(ids, command, kind, deadline_s):
+        reply = await call(ids, command, kind, deadline_s)
+        relays.greetings["relay-1"] = hello(version=0)
+        return reply
+
+    relays.call = call_and_restart
+    bring(d, 0, ["relay-3"])
+    assert [[m.name for m in order.members if m.holds] for _, order in relays.orders] == [["relay-1"], ["relay-1"]]
+
+
+def test_a_sink_that_came_to_its_version_by_a_keyframe_is_not_asked_for_the_deltas_before():
+    relays, _, d = distribution()
+    d.publish(published(0, base=KEYFRAME))
+    bring(d, 0, ["relay-1", "relay-3"])
+    relays.greetings["relay-1"] = hello()
+    d.publish(published(1))
+    bring(d, 1, ["relay-1"])
+    relays.orders.clear()
+    bring(d, 1, ["relay-3"])
+    assert [[m.name for m in order.members if m.holds] for _, order in relays.orders] == [["relay-0"]]
+
+
+def test_no_sink_learns_a_secret_or_another_sinks_key():
+    relays, _, d = distribution()
+    d.publish(published(0, base=KEYFRAME))
+    bring(d, 0)
+    seen = {sink: {m.name: m.address.key for m in order.members} for sink, order in relays.orders}
+    assert seen["relay-1"]["relay-0"] == key_for(bytes(32), "relay-1") != seen["relay-2"]["relay-0"]
+    assert all(key != bytes(32) for keys in seen.values() for key in keys.values())

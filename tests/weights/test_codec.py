@@ -249,6 +249,20 @@ def test_threads_and_one_thread_write_the_same_messages_and_apply_alike():
     assert keyframe[0] == keyframe[1] and len(keyframe[0]) == 2
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_one_encoder_codes_version_after_version(threads):
+    """Its scratch memory carries nothing over: sparse, dense, interrupted and unchanged versions in turn."""
+    rng = np.random.default_rng(9)
+    stream, image = whole(700_000), rng.integers(0, 1 << 16, 700_000, np.uint16)
+    encoder = StreamEncoder(stream, PLAN, 1_200_000, threads)
+    for density in (0.01, 1.0, 0.3, 0.0, 0.02, 0.9, 0.001):
+        old, new = image.copy(), image + (rng.random(len(image)) < density) * rng.integers(0, 50, len(image), np.uint16)
+        with pytest.raises(WeightsError):
+            list(encoder.encode_delta(image.copy(), [new[:650_000]], 8, 7))
+        again = list(encoder.encode_delta(image, [new], 8, 7))
+        assert again == encode(stream, old, new, 1_200_000)[0] and np.array_equal(image, new)
+
+
 def test_a_forked_child_has_threads_of_its_own():
     old = np.zeros(1 << 20, np.uint16)
     stream, new = whole(len(old)), old + np.uint16(1)

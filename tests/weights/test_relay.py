@@ -330,3 +330,93 @@ def test_another_tree_than_the_controllers_is_refused(tmp_path):
     fields = {name: getattr(command, name) for name in command.__struct_fields__}
     rig.commands["relay-1"].put(type(command)(**{**fields, "tree": "0" * 64}))
     assert "different trees" in rig.run(calls)["relay-1"].fault
+
+
+def damage_what_goes_out(rig, at):
+    """Every bucket of a delta arrives with one bit flipped."""
+
+    def tamper(source, target, message):
+        if is_control(memoryview(message)) or wire.unpack(message)[0].base == KEYFRAME:
+            return [message]
+        broken = bytearray(message)
+        broken[at] ^= 0x10
+        return [bytes(broken)]
+
+    rig.network.tamper = tamper
+
+
+@pytest.mark.parametrize("at", range(4, wire.HEADER_BYTES, 4))
+def test_a_bit_flipped_anywhere_in_a_header_is_a_fault_at_once_and_not_silence(tmp_path, at):
+    rig = Rig(tmp_path)
+    rig.publish(0)
+    rig.fetch(0, KEYFRAME, ["relay-1"])
+    rig.change()
+    rig.publish(1)
+    damage_what_goes_out(rig, at)
+    reply = rig.fetch(1, 0, ["relay-1"])["relay-1"]
+    assert reply.fault and not reply.lost and not reply.verified
+
+
+@pytest.mark.parametrize("child_first", [True, False])
+def test_who_waits_for_a_relay_that_has_failed_is_told_at_once(tmp_path, child_first):
+    rig = Rig(tmp_path, sinks=2, deadline_s=30.0)
+    sinks = ["relay-1", "relay-2"]
+    rig.publish(0)
+    rig.fetch(0, KEYFRAME, sinks)
+    rig.change()
+    rig.publish(1)
+    damage_what_goes_out(rig, -1)
+    calls = rig.order(1, 0, sinks)
+    if not child_first:  # its pull finds the failure already there
+        entry = {"relay-1": rig.relays["relay-1"], "relay-0": rig.relays["relay-0"]}
+        child, rig.relays = rig.relays["relay-2"], entry
+        rig.run({"relay-1": calls["relay-1"]})
+        rig.relays = {**entry, "relay-2": child}
+    replies = rig.run(calls)
+    assert "checksum" in replies["relay-1"].fault
+    assert replies["relay-2"].lost == "relay-1" and "could not get it" in replies["relay-2"].fault
+
+
+def test_a_delta_that_a_relay_has_skipped_by_a_keyframe_is_refused_at_once(tmp_path):
+    rig = Rig(tmp_path, sinks=2, deadline_s=30.0)
+    rig.publish(0)
+    rig.fetch(0, KEYFRAME, ["relay-2"])
+    rig.change()
+    rig.publish(1)
+    rig.fetch(1, KEYFRAME, ["relay-1"])
+    reply = rig.fetch(1, 0, ["relay-2"], givers=["relay-1"])["relay-2"]
+    assert reply.lost == "relay-1" and "not kept here" in reply.fault
+    assert rig.fetch(1, 0, ["relay-2"])["relay-2"].verified
+
+
+def test_a_keyframe_of_what_should_be_here_heals_an_image_that_has_gone_bad(tmp_path):
+    rig = Rig(tmp_path, sinks=2)
+    rig.publish(0)
+    rig.fetch(0, KEYFRAME, ["relay-1", "relay-2"])
+    image = np.memmap(tmp_path / "relay-1" / "image", np.uint16, "r+")
+    image[1234] ^= 0x10
+    replies = rig.fetch(0, KEYFRAME, ["relay-1", "relay-2"])
+    assert all(r.verified for r in replies.values())
+    assert replies["relay-1"].received_bytes > image.nbytes and replies["relay-2"].received_bytes < 1000
+    assert_holds(rig, "relay-1", 0)
+
+
+def test_an_image_that_was_found_bad_is_nothing_until_it_is_healed(tmp_path):
+    rig = Rig(tmp_path)
+    rig.publish(0)
+    rig.fetch(0, KEYFRAME, ["relay-1"])
+    np.memmap(tmp_path / "relay-1" / "image", np.uint16, "r+")[1234] ^= 0x10
+    rig.kill("relay-0")
+    reply = rig.fetch(0, KEYFRAME, ["relay-1"])["relay-1"]
+    assert reply.lost == "relay-0" and reply.version == -1
+    assert Arena.open(tmp_path / "relay-1").state().version == -1
+
+
+def test_buckets_that_lead_elsewhere_are_not_given_to_others(tmp_path):
+    rig = Rig(tmp_path)
+    rig.publish(0)
+    rig.fetch(0, KEYFRAME, ["relay-1"])
+    rig.change()
+    rig.publish(1)
+    assert not rig.fetch(1, 0, ["relay-1"], digest=7)["relay-1"].verified
+    assert Arena.open(tmp_path / "relay-1").stored(1) == {}

@@ -1,8 +1,9 @@
 """One relay-like process of the transport contract: polls its transport and does what a test says over a Unix socket.
 
-    python transport_node.py KIND NAMES FOLDER [RANK]        KIND: tcp, gloo, mpi; NAMES: a,b,c; FOLDER holds the tests' sockets
+    python transport_node.py KIND NAMES FOLDER        KIND: tcp, gloo (forks the ranks), mpi (is one rank); NAMES: a,b,c
 
-LEAVE_OPEN in the environment: it ends without closing its transport. Commands and replies are JSON lines. Contents are made from seeds on both sides; events name them by a checksum.
+FOLDER holds limits.json and the test's socket. LEAVE_OPEN in the environment: a node ends without closing its transport. Commands
+and replies are JSON lines. Contents are made from seeds on both sides; events name them by a checksum.
 """
 
 import json
@@ -53,7 +54,7 @@ def make_mpi(names, rank, folder, limits):
 
 class Node:
     def __init__(self, transport, control):
-        self.transport, self.control, self.events, self.holds = transport, control, [], 0.0
+        self.transport, self.control, self.events = transport, control, []
 
     def run(self):
         line, heard = b"", time.monotonic()
@@ -116,7 +117,7 @@ class Node:
         self.transport.connect(peer, "127.0.0.1", port, KEY, 10.0)
 
 
-def main(kind, names, folder, rank):
+def main(kind, names, folder, rank=None):
     limits = json.loads((Path(folder) / "limits.json").read_text())
     transport = {"tcp": make_tcp, "gloo": make_gloo, "mpi": make_mpi}[kind](names, rank, folder, limits)
     control = socket.socket(socket.AF_UNIX)
@@ -129,5 +130,15 @@ def main(kind, names, folder, rank):
         transport.close()
 
 
+def fork_all(kind, names, folder):
+    """Run every rank in a child, after the imports; the worst exit status."""
+    if kind == "gloo":
+        import torch.distributed  # noqa: F401
+    for rank in range(len(names)):
+        if os.fork() == 0:
+            return main(kind, names, folder, rank)
+    sys.exit(max(os.waitstatus_to_exitcode(os.wait()[1]) % 256 for _ in names))
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2].split(","), sys.argv[3], int(sys.argv[4]) if len(sys.argv) > 4 else None)
+    (main if sys.argv[1] == "mpi" else fork_all)(sys.argv[1], sys.argv[2].split(","), sys.argv[3])

@@ -56,6 +56,11 @@ def check_name(name: str) -> bytes:
     return raw
 
 
+def key_for(secret: bytes, peer: str) -> bytes:
+    """The key of one peer at the relay whose secret this is (32 bytes): it opens the door under that peer's name and no other."""
+    return hmac.new(secret, b"rose-hpc peer " + peer.encode(), "sha256").digest()
+
+
 def check_key(key: bytes) -> bytes:
     if len(key) < MIN_KEY_BYTES:
         raise WeightsError("a key is too short", got=f"{len(key)} bytes", expected=f"at least {MIN_KEY_BYTES} random bytes")

@@ -8,7 +8,8 @@ Invariants
 - Nothing blocks: a peer that was killed would hang a blocking call for ever. Waiting sleeps between tests, because an MPI wait
   burns a core that the trainer and the engines need.
 - Every send is synchronous (it completes when the receiver has matched it), a few at a time per peer. With MPICH the unread small
-  messages to a killed peer otherwise fill the sender's shared-memory cells (64), and it can send to nobody any more.
+  messages to a killed peer otherwise fill the sender's shared-memory cells (64), and it can send to nobody any more. (Between
+  processes of one machine without CMA a long message does that nevertheless: then the others are Lost, too, after stall_s.)
 - One message at a time is taken in per peer, after its size was checked.
 - Memory that an operation on a lost peer may still touch is kept until the process ends.
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import selectors
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -56,7 +57,8 @@ class _Link:
 class TcpTransport:
     """Listens on a free port of host and connects to others.
 
-    key: what peers must know to connect to us, at least 32 random bytes; None: only admitted ones. address: (host, port) of the
+    key: what peers must know to connect to us, at least 32 random bytes, or a function from a peer's name to its key; None: only
+    admitted ones. address: (host, port) of the
     listener; for a host of 0.0.0.0 or :: others need a name of this machine instead. streams: connections of a session we open.
     Raises EnvironmentFault when there is no port, WeightsError for a name or key that cannot be used.
     """
@@ -64,7 +66,7 @@ class TcpTransport:
     def __init__(
         self,
         name: str,
-        key: bytes | None,
+        key: bytes | Callable[[str], bytes] | None,
         host: str = "127.0.0.1",
         *,
         max_message_bytes: int = MAX_MESSAGE_BYTES,

@@ -51,7 +51,7 @@ class Door:
     def __init__(
         self,
         name: str,
-        key: bytes | None,
+        key: bytes | Callable[[str], bytes] | None,
         host: str,
         watch: Watch,
         on_session: Callable[[Connections, bool], None],
@@ -61,7 +61,7 @@ class Door:
         backlog: int,
     ) -> None:
         check_name(name)
-        self._name, self._key = name, None if key is None else check_key(key)
+        self._name, self._key = name, check_key(key) if isinstance(key, bytes) else key
         self._watch, self._on_session = watch, on_session
         self._stall_s, self._handshake_s, self._backlog = stall_s, handshake_s, backlog
         self._instance = secrets.token_bytes(ID_BYTES)
@@ -127,7 +127,7 @@ class Door:
                 self._turn_away(next(iter(self._strangers)))
 
     def _key_of(self, peer: str) -> bytes | None:
-        return self._admitted.get(peer, self._key)
+        return self._admitted.get(peer, self._key(peer) if callable(self._key) else self._key)
 
     def _on_stranger(self, stranger: Handshake, mask: int) -> None:
         try:

@@ -237,8 +237,8 @@ class TorchDistTransport:
         for group in {self._upward, self._downward} if self._device.type == "cpu" else ():
             for rank in range(self.size):
                 with suppress(RuntimeError):  # that peer is gone; or it is the timeout
-                    if rank != self.rank and (work := dist.irecv(self._empty(1), group=group, group_src=rank)) is not None:
-                        work.wait(datetime.timedelta(milliseconds=1))
+                    while rank != self.rank and (work := dist.irecv(self._empty(PIECE_BYTES), group=group, group_src=rank)) is not None:
+                        work.wait(datetime.timedelta(milliseconds=1))  # until nothing more comes from it
 
     # ── one round ──
 
