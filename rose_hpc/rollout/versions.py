@@ -94,10 +94,20 @@ class VersionSync:
         return self.newest
 
     async def apply(self, executor: Executor, delivered: Delivered) -> None:
-        """Have one executor load what lies in its arena, and record it.
+        """Have one executor load what lies in its arena, and record it. An arena that it finds wrong is healed, and it tries once more.
 
-        Raises ExecutorError where it did not load; DigestMismatch where it says that it loaded something else.
+        Raises ExecutorError where it did not load; DigestMismatch where it says that it loaded something else; what `bring` raises.
         """
+        try:
+            await self._load(executor, delivered)
+        except ExecutorError as error:
+            if error.status != REFUSED or self.distribution.holds(executor.relay) != delivered.version:
+                raise
+            self.distribution.doubt(executor.relay, str(error))
+            await self.distribution.bring([executor.relay], delivered.version)
+            await self._load(executor, delivered)
+
+    async def _load(self, executor: Executor, delivered: Delivered) -> None:
         request = UpdateRequest(delivered.version, delivered.digest)
         update = await executor.client.update(executor.executor_id, request, self._deadline_s)
         self._record_update(executor.executor_id, delivered, update)
@@ -215,7 +225,7 @@ class Follower:
                 continue
             try:
                 await self._sync.apply(self._executor, delivered)
-            except (ExecutorError, DigestMismatch) as error:
+            except (ExecutorError, DigestMismatch, TransferTimeout, RunFailed) as error:
                 if self._is_superseded(delivered, error):
                     continue
                 self._on_lost(self._executor.executor_id, str(error))

@@ -26,6 +26,13 @@ class ScriptedDistribution:
 
     def __init__(self):
         self.published, self.brought, self.up = [], [], {"relay-1", "relay-2"}
+        self.doubted = []
+
+    def holds(self, relay):
+        return max((v for r, v in self.brought if r == relay), default=-1)
+
+    def doubt(self, relay, why):
+        self.doubted.append(relay)
 
     async def on_bring(self, relay, version):
         """What befalls while a version is brought."""
@@ -93,6 +100,29 @@ def test_the_digests_of_the_ranks_add_up_and_an_update_is_recorded():
         "digest",
     )
     assert (row["apply_s"], row["pause_s"], row["changes"]) == (0.02, 0.03, 9) and math.isnan(row["transfer_s"])
+
+
+class RefusedOnce(Agent):
+    """Finds the arena wrong the first time."""
+
+    async def update(self, executor_id, request, deadline_s):
+        self.refused = {request.version} if not self.applied and self.refused == () else set()
+        return await super().update(executor_id, request, deadline_s)
+
+
+def test_an_arena_that_an_engine_finds_wrong_is_doubted_brought_again_and_loaded():
+    agent = RefusedOnce()
+    distribution, rows, go = sync(agent)
+    assert go().version == 7
+    assert distribution.doubted == ["relay-1"] and distribution.brought == [("relay-1", 7)] * 2 and agent.applied == [7]
+    assert [r["receiver"] for t, r in rows if t == "syncs"] == ["a"]
+
+
+def test_an_engine_that_refuses_a_sound_arena_again_stops_the_run():
+    distribution, _, go = sync(Agent(refused={7}))
+    with pytest.raises(ExecutorError):
+        go()
+    assert distribution.doubted == ["relay-1"]
 
 
 def test_an_engine_that_loaded_other_bits_is_recorded_as_unverified_and_stops_the_run():
