@@ -44,14 +44,25 @@ def _codec_row(name: str, r: dict[str, Any]) -> list[str]:
 
 
 def _link(link: dict[str, Any]) -> str:
-    head = ["way", "Gb/s", "receivers", "changed", "s", "MB over the link"]
+    head = ["way", "Gb/s", "delay", "receivers", "changed", "s", "MB over the link"]
     title = f"Link, 4 trainer ranks, image of {link['image_bytes'] / 1e6:.0f} MB; from the command to publish to the last receiver"
-    return "\n".join([title, _aligned([head, *map(_link_row, link["rows"])])])
+    wrong = f"{link['mismatches']} lanes differ from the trainer's, {len(link['faults'])} faults on the way"
+    return "\n".join([title, _aligned([head, *map(_link_row, link["rows"])]), wrong, "", *_engine(link["engine"])])
 
 
 def _link_row(r: dict[str, Any]) -> list[str]:
-    case = [r["way"], f"{r['bits_per_s'] / 1e9:g}", str(r["receivers"]), f"{100 * r['density']:g} %"]
-    return [*case, f"{r['seconds']:.4f}", f"{r['bytes'] / 1e6:.2f}"]
+    case = [r["way"], f"{r['bits_per_s'] / 1e9:g}", f"{1e3 * r['delay_s']:g} ms" if r["delay_s"] else ""]
+    return [*case, str(r["receivers"]), f"{100 * r['density']:g} %", f"{r['seconds']:.4f}", f"{r['bytes'] / 1e6:.2f}"]
+
+
+def _engine(engine: dict[str, Any]) -> list[str]:
+    title = f"A real engine of {engine['parameters'] / 1e6:.1f} M parameters that generates meanwhile"
+    rows = [
+        f"{100 * r['density']:g} % changed: pause {1e3 * r['pause_median_s']:.1f} ms, at worst {1e3 * r['pause_worst_s']:.1f} ms "
+        f"of {r['versions']} versions; from the command to the proof {1e3 * r['update_median_s']:.0f} ms"
+        for r in engine["rows"]
+    ]
+    return [title, *rows]
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:

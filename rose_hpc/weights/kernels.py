@@ -39,6 +39,7 @@ PAYLOAD_PADDING = 16  # zero bytes at the end, so that a decoder may load whole 
 GAP_BLOCK_BYTES = (BLOCK_CHANGES * ESCAPE_BITS + 7) // 8 + 8  # most that one block can take, and the last word's store
 VALUE_BLOCK_BYTES = (BLOCK_CHANGES * 27 + 7) // 8 + 8
 CODEBOOK_BYTES = MAX_LEAVES * 8
+NEAR_RICE = 4  # below this, several changes share a cache line
 SCAN_ROOM = 64  # changes that a turn of the scan may find
 
 BAD_CODEBOOK, BAD_TABLE, BAD_GAPS, BAD_VALUES, BAD_POSITION = -1, -2, -3, -4, -5
@@ -145,18 +146,22 @@ def _trailing_zeros(_context, word):
     return types.int64(types.uint64), generate
 
 
-@intrinsic
-def _prefetch(_context, address):
-    """Ask for a cache line, into the second level: many more can be under way than into the first. Any address is allowed."""
+def _prefetcher(locality: int) -> Any:
+    @intrinsic
+    def prefetch(_context, address):
+        def generate(context, builder, _signature, arguments):
+            pointer = ir.IntType(8).as_pointer()
+            kind = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
+            function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+            builder.call(function, [builder.inttoptr(arguments[0], pointer), *(ir.Constant(_I32, n) for n in (0, locality, 1))])
+            return context.get_dummy_value()
 
-    def generate(context, builder, _signature, arguments):
-        pointer = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
-        builder.call(function, [builder.inttoptr(arguments[0], pointer), *(ir.Constant(_I32, n) for n in (0, 2, 1))])
-        return context.get_dummy_value()
+        return types.void(types.int64), generate
 
-    return types.void(types.int64), generate
+    return prefetch
+
+
+_prefetch_first, _prefetch_second = _prefetcher(3), _prefetcher(2)  # into that level of the cache; any address is allowed
 
 
 @_inline
@@ -810,6 +815,7 @@ def _decode_block(payload, index, block, size, table, index_bits, positions, val
     base, entries, target = _address(payload), _address(table), _address(image)
     gap_bit, gap_stop, value_bit, value_stop = gap_at[block] << 3, gap_at[block + 1] << 3, value_at[block] << 3, value_at[block + 1] << 3
     k = rice[block]
+    near = rice[max(block - 1, 0)] < NEAR_RICE
     low, mask = (_ONE << _U(k)) - _ONE, _U((1 << index_bits) - 1)
     position = first[block]
     for i in range(0, size - 1, 2):
@@ -819,8 +825,12 @@ def _decode_block(payload, index, block, size, table, index_bits, positions, val
             return BAD_GAPS
         one, two, _, value_bit = _two_values(base, value_bit, entries, mask)
         values[i], values[i + 1] = one, two
-        _prefetch(target + 2 * fetch[i])
-        _prefetch(target + 2 * fetch[i + 1])
+        if near:
+            _prefetch_first(target + 2 * fetch[i])
+            _prefetch_first(target + 2 * fetch[i + 1])
+        else:
+            _prefetch_second(target + 2 * fetch[i])
+            _prefetch_second(target + 2 * fetch[i + 1])
         positions[i] = position
         position, gap_bit = _next_position(base, gap_bit, position, k, low)
         positions[i + 1] = position

@@ -40,8 +40,20 @@ def test_the_table_shows_every_row() -> None:
     real = {"learning_rate": 1e-6, "step": 0} | sizes | speeds
     scaling = {"threads": 2, "rows": [{"density": 0.03, "encode_speedup": 1.9, "apply_speedup": 1.8}]}
     codec = {"image_bytes": 269_000_000, "synthetic": [synthetic], "real": [real], "scaling": scaling}
-    way = {"way": "engine", "bits_per_s": 1e9, "receivers": 8, "density": 0.003, "seconds": 0.05, "bytes": 1_500_000}
-    text = render({"codec": codec, "link": {"image_bytes": 538_000_000, "rows": [way]}, "wall_s": 301.0})
-    for part in ("0.3 % iid", "lr 1e-06, step 1", "2 threads, 3 % changed: encode × 1.90", "engine", "0.0500", "301 s"):
+    way = {"way": "engine", "bits_per_s": 1e9, "receivers": 8, "density": 0.003, "delay_s": 0.001, "seconds": 0.05, "bytes": 1_500_000}
+    pauses = {"density": 0.03, "versions": 8, "pause_median_s": 0.012, "pause_worst_s": 0.0213, "update_median_s": 0.3}
+    engine = {"parameters": 25_700_000, "rows": [pauses]}
+    link = {"image_bytes": 538_000_000, "rows": [way], "mismatches": 0, "faults": [], "engine": engine}
+    text = render({"codec": codec, "link": link, "wall_s": 301.0})
+    for part in (
+        "0.3 % iid",
+        "lr 1e-06, step 1",
+        "2 threads, 3 % changed: encode × 1.90",
+        "engine",
+        "0.0500",
+        "1 ms",
+        "at worst 21.3 ms",
+        "301 s",
+    ):
         assert part in text
     assert max(map(len, text.splitlines())) <= 140

@@ -128,6 +128,15 @@ def test_every_baseline_brings_versions_to_all_receivers(link: ShapedLink, way: 
             assert payload < timing.counted.forward_bytes < payload * 1.25
 
 
+def test_a_baseline_crosses_a_long_link(link: ShapedLink) -> None:
+    rng = np.random.default_rng(0)
+    images = SharedImages(rng.integers(0, 1 << 16, 10_000, np.uint16), 3)
+    with Flood(link, images, Way.COO_TREE, tree(3, dict.fromkeys(range(4), 1_000)), delay_s=0.02) as flood:
+        images.new[::50] += 1
+        assert flood.measure(WAIT_S).seconds > 0.02
+        assert all(np.array_equal(receiver, images.new) for receiver in images.receivers)
+
+
 def test_a_forwarder_delays_and_keeps_order() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
