@@ -23,46 +23,73 @@ import threading
 from pathlib import Path
 
 from rose_hpc.config import read_spec
-from rose_hpc.control import WorkerChannel
+from rose_hpc.control import POLL_S, WorkerChannel
 from rose_hpc.errors import ControlError, RoseError
 from rose_hpc.lifeline import die_with_parent, report_failure
-from rose_hpc.messages import Command, RelayAddress, Stop, WorkerUp
+from rose_hpc.messages import Command, RelayAddress, Reply, Stop, WorkerUp
 from rose_hpc.weights.relay_links import RelayLinks
 from rose_hpc.weights.relay_loop import Relay
 from rose_hpc.weights.relay_spec import RelayNode, RelaySpec
 
 
-def poll_controller(channel: WorkerChannel, commands: queue.SimpleQueue[Command | BaseException], ended: threading.Event) -> None:
-    """The polling thread: every command once, and the error that ended the polling."""
-    last = -1
-    try:
-        while not ended.is_set():
-            command = channel.next()
-            if command is None:
-                continue
-            if command.call_id != last:
-                last = command.call_id
-                commands.put(command)
+class ControllerPoll:
+    """The polling thread: every command once into the queue, and the error that ended the polling.
+
+    A command that is not answered yet is handed out again at every poll: until `reply`, asking only shows that the controller lives.
+    """
+
+    def __init__(self, channel: WorkerChannel) -> None:
+        self.commands: queue.SimpleQueue[Command | BaseException] = queue.SimpleQueue()
+        self._channel, self._changed = channel, threading.Condition()
+        self._answered, self._ended = -1, False  # newest call id, which only grow
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def reply(self, call_id: int, message: Reply) -> None:
+        """Answer a command; from any thread."""
+        self._channel.reply(call_id, message)
+        with self._changed:
+            self._answered = call_id
+            self._changed.notify()
+
+    def end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        last = -1
+        try:
+            while not self._ended:
+                command = self._channel.next()
+                if command is None:
+                    continue
+                if command.call_id != last:
+                    last = command.call_id
+                    self.commands.put(command)
                 if isinstance(command, Stop):
                     return
-            else:  # not answered yet: it is handed out again at every poll
-                ended.wait(0.02)
-    except BaseException as error:
-        commands.put(error)
+                self._wait_for_answer(last)
+        except BaseException as error:
+            self.commands.put(error)
+
+    def _wait_for_answer(self, call_id: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self._answered >= call_id, POLL_S)
 
 
 def _serve(spec: RelaySpec, node: RelayNode, links: RelayLinks, address: RelayAddress) -> None:
     channel = WorkerChannel(spec.control_dir, node.name, spec.lease_ttl_s)
-    relay = Relay(spec, node, links, channel.reply)
-    commands: queue.SimpleQueue[Command | BaseException] = queue.SimpleQueue()
-    ended = threading.Event()
+    poll = ControllerPoll(channel)
+    relay = Relay(spec, node, links, poll.reply)
     channel.hello(WorkerUp(world_size=len(spec.nodes), relay=address, arena_version=relay.arena_version))
-    thread = threading.Thread(target=poll_controller, args=(channel, commands, ended), daemon=True)
-    thread.start()
+    poll.start()
     try:
-        relay.run(commands)
+        relay.run(poll.commands)
     finally:
-        ended.set()
+        poll.end()
 
 
 def _run(spec: RelaySpec, name: str | None) -> None:

@@ -37,7 +37,7 @@ class Rows(list):
 class RelayCluster:
     """relay-0 on the trainer's node and sinks relay-1 … relay-n; `world` of them share an MPI world, the others are alone."""
 
-    def __init__(self, tmp_path, sinks=2, world=3, deadline_s=5.0, retained=4, opportunistic=(), bucket_bytes=BUCKET_BYTES):
+    def __init__(self, tmp_path, sinks=2, world=3, deadline_s=15.0, retained=4, opportunistic=(), bucket_bytes=BUCKET_BYTES):
         self.path, self.deadline_s, self.retained, self.bucket_bytes = tmp_path, deadline_s, retained, bucket_bytes
         self.names = [f"relay-{i}" for i in range(1 + sinks)]
         self.in_world = self.names[:world]
