@@ -40,7 +40,7 @@ lint: setup
 	$(BIN)/lint-imports
 
 # Fast tests start no engine, no MPI and no ranks, and run side by side; the others want the machine for themselves.
-FAST   := not engine and not mpi and not ranks and not kernel and not life and not chaos and not gpu
+FAST   := not engine and not mpi and not ranks and not processes and not kernel and not life and not chaos and not gpu
 
 test-fast: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile -m "$(FAST)"

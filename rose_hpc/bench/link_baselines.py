@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self
@@ -36,12 +36,11 @@ from numpy.typing import NDArray
 
 from rose_hpc.bench.baselines import Coo, CooEncoder, apply_coo
 from rose_hpc.bench.delay import DelayForwarder
+from rose_hpc.bench.link_trees import RANKS, SOURCE, Parents
 from rose_hpc.bench.shaped_link import LinkCounters, ShapedLink
 from rose_hpc.errors import RunFailed, TransferTimeout
 from rose_hpc.lifeline import die_with_parent
 
-RANKS = 4
-SOURCE = -1  # parent of a receiver that is fed by the rank itself
 DENSE_FRAME_LANES = 1 << 19  # 1 MiB
 COO_FRAME_LANES = 1 << 22  # scanned per frame: 75 kB of changes at 0.3 %
 PIECE_BYTES = 256 << 10  # passed on at once
@@ -50,7 +49,6 @@ _FRAME = struct.Struct("<IIQ")  # payload bytes, changes (0: dense), first lane
 _END = _FRAME.pack(0, 0, (1 << 64) - 1)  # of a version
 
 Lanes = NDArray[np.uint16]
-Parents = Sequence[Sequence[int]]  # [stream][receiver] → receiver or SOURCE
 
 
 class Way(StrEnum):
@@ -223,25 +221,6 @@ class Flood:
             threads[-1].start()
         for thread in threads:
             thread.join()
-
-
-def straight(receivers: int) -> Parents:
-    """Every receiver fed by the ranks."""
-    return [[SOURCE] * receivers for _ in range(RANKS)]
-
-
-def tree(receivers: int, stream_bytes: Mapping[int, int]) -> Parents:
-    """The engine's own trees for these sizes, ranks 0 … 3 holding streams 0 … 3."""
-    from rose_hpc.weights.relay_spec import TREE_COST
-    from rose_hpc.weights.tree import Member, plan_trees
-
-    streams = tuple(range(RANKS))
-    names = [f"relay-{i + 1}" for i in range(receivers)]
-    members = [Member("relay-0", "near", "near", streams, ())]
-    members += [Member(name, "far", name, (), streams) for name in names]
-    parents = plan_trees(members, stream_bytes, TREE_COST).parents
-    place = {name: i for i, name in enumerate(names)} | {"relay-0": SOURCE}
-    return [[place[parents[name][stream]] for name in names] for stream in streams]
 
 
 def _forward(doors: Sequence[socket.socket], addresses: Sequence[tuple[str, int]], delay_s: float) -> None:

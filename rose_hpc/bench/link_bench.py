@@ -22,12 +22,13 @@ from typing import Any
 import numpy as np
 import psutil
 
-from rose_hpc.bench import link_baselines, link_engine
+from rose_hpc.bench import link_engine, link_trees
 from rose_hpc.bench.baselines import COO_BYTES, Coo, CooEncoder, apply_coo
-from rose_hpc.bench.link_baselines import RANKS, Flood, Parents, SharedImages, Way
+from rose_hpc.bench.link_baselines import Flood, SharedImages, Timing, Way
 from rose_hpc.bench.link_image import LinkImage, link_policy
 from rose_hpc.bench.link_processes import LinkSpec
 from rose_hpc.bench.link_run import Delivery, LinkRun
+from rose_hpc.bench.link_trees import RANKS, Parents
 from rose_hpc.bench.shaped_link import ShapedLink
 from rose_hpc.bench.synthetic import Change, Positions, ValueTable, make_change
 from rose_hpc.errors import DigestMismatch, EnvironmentFault
@@ -150,7 +151,7 @@ def _baseline_rows(link: ShapedLink, image: LinkImage, repeats: int, seed: int, 
 def _baseline_row(
     link: ShapedLink, images: SharedImages, case: Case, repeats: int, values: ValueTable, rng: np.random.Generator
 ) -> dict[str, Any]:
-    timings: list[link_baselines.Timing] = []
+    timings: list[Timing] = []
     with Flood(link, images, Way(case.way), _parents(case, images.old.nbytes), case.delay_s) as flood:
         while len(timings) < 1 + _repeats(repeats, timings):
             change = make_change(rng, len(images.old), case.density, Positions.IID, values)
@@ -160,16 +161,16 @@ def _baseline_row(
     return _row(case, [(t.seconds, t.counted.forward_bytes, t.counted.backward_bytes) for t in timings[1:]])
 
 
-def _repeats(wanted: int, timings: Sequence[link_baselines.Timing | Delivery]) -> int:
+def _repeats(wanted: int, timings: Sequence[Timing | Delivery]) -> int:
     """What takes long is steady, and few repeats will do."""
     return min(wanted, LONG_REPEATS) if timings and min(t.seconds for t in timings) > LONG_S else wanted
 
 
 def _parents(case: Case, image_bytes: int) -> Parents:
     if case.way == Way.COO_ALL:
-        return link_baselines.straight(case.receivers)
+        return link_trees.straight(case.receivers)
     nbytes = image_bytes if case.way == Way.DENSE else int(COO_BYTES * case.density * image_bytes / 2)
-    return link_baselines.tree(case.receivers, dict.fromkeys(range(RANKS), nbytes // RANKS))
+    return link_trees.tree(case.receivers, dict.fromkeys(range(RANKS), nbytes // RANKS))
 
 
 def _check(images: SharedImages, case: Case, change: Change) -> None:

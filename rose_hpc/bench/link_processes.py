@@ -21,6 +21,7 @@ from typing import Any
 from rose_hpc.bench.delay import read_address
 from rose_hpc.bench.link_image import LinkImage
 from rose_hpc.bench.link_rank import LinkRankSpec
+from rose_hpc.bench.link_trees import RANKS
 from rose_hpc.bench.shaped_link import ShapedLink, Side
 from rose_hpc.errors import RunFailed
 from rose_hpc.launch.processes import Supervisor
@@ -28,7 +29,6 @@ from rose_hpc.lifeline import parent_variable
 from rose_hpc.messages import RelayAddress
 from rose_hpc.weights.relay_spec import RelayNode, RelaySpec
 
-RANKS = 4
 SOURCE = "relay-0"
 BUCKET_BYTES = 64 << 20
 START_DEADLINE_S = 120.0

@@ -21,8 +21,9 @@ from typing import Any, Self, TypeVar, cast
 import numpy as np
 from aiohttp import web
 
-from rose_hpc.bench.link_processes import DEADLINE_S, EXIT_S, RANKS, SOURCE, START_DEADLINE_S, LinkProcesses, LinkSpec
+from rose_hpc.bench.link_processes import DEADLINE_S, EXIT_S, SOURCE, START_DEADLINE_S, LinkProcesses, LinkSpec
 from rose_hpc.bench.link_rank import truth
+from rose_hpc.bench.link_trees import RANKS
 from rose_hpc.bench.shaped_link import LinkCounters, ShapedLink
 from rose_hpc.control import make_token, publish_address
 from rose_hpc.errors import RunFailed

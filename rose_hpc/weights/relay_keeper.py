@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from rose_hpc.config import read_spec
-from rose_hpc.errors import EnvironmentFault, RoseError
+from rose_hpc.errors import RoseError
 from rose_hpc.lifeline import die_with_parent, parent_variable, report_failure
 from rose_hpc.weights.relay_spec import RelaySpec
 
@@ -31,17 +31,16 @@ HOUR_S = 3600.0
 PAUSE_S = 0.2
 
 
-def rank_of(environment: Mapping[str, str]) -> int:
-    """This process's rank in its MPI world, as its launcher says. Raises EnvironmentFault where none does."""
+def name_of(spec: RelaySpec, environment: Mapping[str, str]) -> str | None:
+    """The relay that this process keeps, by the rank that its launcher gave it; None where none did, or too high a one.
+
+    That is for the relay itself to explain, which asks MPI; a keeper without a name does all but start it again.
+    """
     for variable in RANK_VARIABLES:
         if variable in environment:
-            return int(environment[variable])
-    raise EnvironmentFault(
-        "no MPI launcher has started this process",
-        got="no rank",
-        expected=" or ".join(RANK_VARIABLES),
-        remedy="start it with mpiexec or srun",
-    )
+            rank = int(environment[variable])
+            return spec.nodes[rank].name if rank < len(spec.nodes) else None
+    return None
 
 
 def without_mpi(environment: Mapping[str, str]) -> dict[str, str]:
@@ -52,7 +51,7 @@ def without_mpi(environment: Mapping[str, str]) -> dict[str, str]:
 class Keeper:
     """Starts, restarts, and passes SIGTERM on."""
 
-    def __init__(self, spec_file: str, name: str) -> None:
+    def __init__(self, spec_file: str, name: str | None) -> None:
         self._spec_file, self._name = spec_file, name
         self._child: subprocess.Popen[bytes] | None = None
         self._told_to_end = False
@@ -64,7 +63,7 @@ class Keeper:
         arguments, environment = [self._spec_file], dict(os.environ)
         while True:
             status = self._once(arguments, environment)
-            if status >= 0 or self._told_to_end:
+            if status >= 0 or self._told_to_end or self._name is None:
                 return status if status >= 0 else 128 - status
             deaths = [d for d in deaths if d > time.monotonic() - HOUR_S] + [time.monotonic()]
             if len(deaths) > RESTARTS:
@@ -75,9 +74,8 @@ class Keeper:
 
     def _once(self, arguments: list[str], environment: Mapping[str, str]) -> int:
         command = [sys.executable, "-m", "rose_hpc.weights.relay", *arguments]
-        self._child = subprocess.Popen(
-            command, env={**environment, **parent_variable()}, close_fds=False
-        )  # MPI's launcher is on an open one
+        whole = {**environment, **parent_variable()}
+        self._child = subprocess.Popen(command, env=whole, close_fds=False)  # one of them leads to MPI's launcher
         return self._child.wait()
 
     def _end(self, number: int, frame: FrameType | None) -> None:
@@ -91,12 +89,9 @@ def main(spec_file: str) -> int:
     die_with_parent()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # inherited by the relay, which may not have come to MPI yet, or never does
     try:
-        name = read_spec(Path(spec_file), RelaySpec).nodes[rank_of(os.environ)].name
-        return Keeper(spec_file, name).run()
+        return Keeper(spec_file, name_of(read_spec(Path(spec_file), RelaySpec), os.environ)).run()
     except RoseError as error:
         return report_failure(error)
-    except IndexError:
-        return report_failure(EnvironmentFault("more MPI ranks than relays", got=f"rank {rank_of(os.environ)}", expected=spec_file))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ import pytest
 
 from rose_hpc.bench.baselines import Coo, CooEncoder, apply_coo
 from rose_hpc.bench.delay import DelayForwarder
-from rose_hpc.bench.link_baselines import Flood, SharedImages, Way, straight, tree
+from rose_hpc.bench.link_baselines import Flood, SharedImages, Way
+from rose_hpc.bench.link_trees import straight, tree
 from rose_hpc.bench.shaped_link import ShapedLink, check_possible, sweep
 from rose_hpc.errors import EnvironmentFault
 

@@ -19,6 +19,8 @@ from rose_hpc.weights import arena as arena_module
 from rose_hpc.weights.arena import NOTHING, Arena
 from rose_hpc.weights.arena_journal import _MAGIC, _MARK, JournalWriter, Mark
 
+pytestmark = pytest.mark.processes
+
 FOLDER = Path(arena_module.__file__).parent
 TRACED = {str(FOLDER / f"{n}.py") for n in ("arena", "arena_image", "arena_apply", "arena_files", "arena_folder", "arena_journal")} | {
     str(FOLDER / f"{n}.py") for n in ("arena_keyframe", "arena_locks", "delta_store")

@@ -27,6 +27,8 @@ from rose_hpc.weights.transport.framing import (
 from rose_hpc.weights.transport.tcp import TcpTransport
 from rose_hpc.weights.transport.tcp_session import Assembly, Outgoing
 
+pytestmark = pytest.mark.processes
+
 KEY, OTHER_KEY = os.urandom(32), os.urandom(32)
 HELLO_BYTES, CHALLENGE_BYTES = 230, 52
 FRAME_BYTES = HEADER_BYTES + TAG_BYTES

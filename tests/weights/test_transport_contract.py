@@ -16,6 +16,8 @@ from transport_node import checksum, content
 
 from rose_hpc.launch.preflight import find_mpiexec
 
+pytestmark = pytest.mark.processes
+
 HERE = Path(__file__).parent
 RANK = HERE.parents[1] / "mpi" / "rank.sh"
 KINDS = [pytest.param("tcp"), pytest.param("gloo", marks=pytest.mark.ranks), pytest.param("mpi", marks=pytest.mark.mpi)]
