@@ -157,7 +157,7 @@ class StreamEncoder:
         """(every lane of a bucket, their digest)."""
         first, lanes = self._map.bucket(index)
         out = np.empty(lanes, np.uint16)
-        return out, int(kernels.gather_dense(image, self._map.stream_start, self._map.image_start, first, out))
+        return out, int(kernels.gather_dense(kernels.read_only(image), self._map.stream_start, self._map.image_start, first, out))
 
     # --- the rest ---
 

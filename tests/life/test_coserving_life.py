@@ -79,9 +79,7 @@ def test_a_killed_rollout_engine_costs_no_serving_request_and_the_run_goes_on(ru
 
 @needs_two_cores
 @pytest.mark.chaos
-@pytest.mark.parametrize(
-    "victim", ["lender-0.json", "traffic.json", "vllm.entrypoints.openai", "rose_hpc.train.trainer", "rose_hpc.weights.relay"]
-)
+@pytest.mark.parametrize("victim", ["lender-0.json", "traffic.json", "vllm.entrypoints.openai", "rose_hpc.train.trainer"])
 def test_a_killed_process_of_either_side_ends_the_run_with_a_reason_and_no_orphan(run_dir, launched, victim):
     before, groups = shared_memory(), groups_of_ours()
     run = launched(coserving_run, run_dir, "steps=200")
@@ -92,6 +90,23 @@ def test_a_killed_process_of_either_side_ends_the_run_with_a_reason_and_no_orpha
     assert run.wait_gone(5) == {} and shared_memory() <= before
     if victim != "lender-0.json":  # whose groups only its successor clears away
         assert groups_of_ours() <= groups
+
+
+@needs_two_cores
+@pytest.mark.chaos
+def test_a_killed_relay_of_the_lent_node_comes_back_and_its_executor_rolls_out_again(run_dir, launched):
+    run = launched(coserving_run, run_dir, "steps=20")
+    wait_for_checkpoint(run_dir, 2)
+    (victim,) = [
+        pid for pid, command in run.processes().items() if "rose_hpc.weights.relay " in command and command.strip().endswith("relay-2")
+    ]
+    killed_s = time.time()
+    os.kill(victim, signal.SIGKILL)
+    assert run.finish(240) == 0, run.output
+    frames = Run(run_dir)
+    assert len(frames.steps) == 20 and summary(run_dir)["serving"]["failed_requests"] == 0
+    assert (frames.syncs.query("receiver == 'relay-2'")["time_s"] > killed_s).any()
+    assert (frames.turns.query("executor == 'lent-0'")["start_s"] > killed_s + 1).any()
 
 
 def is_lent(pid):

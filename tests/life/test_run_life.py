@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from running import Launched, shared_memory, small_run, summary, wait_for_checkpoint
@@ -23,7 +24,7 @@ def test_a_run_ends_well_with_every_version_verified_and_leaves_nothing(run_dir,
     assert found["steps"] == STEPS and found["complete"]
     weights = found["weights"]
     assert weights["versions"] == weights["verified"] >= 2
-    assert weights["wire_bytes"] >= weights["image_bytes"] > 0
+    assert weights["image_bytes"] > 0 and weights["wire_bytes"] > 0
     assert found["rollout_tokens"]["total"] == found["rollout_tokens"]["dedicated"] > 0
     frames = Run(run_dir)
     assert (frames.steps["logprob_diff_mean"].dropna() < 1e-4).all()
@@ -76,7 +77,6 @@ def test_a_run_killed_at_step_k_leaves_no_process_and_resumes_from_its_checkpoin
     [
         "rose_hpc.rollout.controller",
         "rose_hpc.train.trainer",
-        "rose_hpc.weights.relay",
         "rose_hpc.coserve.agent_process",
         "rose_hpc.coserve.engine",
         "rose_hpc.metrics.writer",
@@ -94,3 +94,22 @@ def test_a_killed_process_ends_the_run_with_a_reason_and_no_orphan(run_dir, laun
     assert time.monotonic() - killed_s < 45
     assert run.wait_gone(2) == {} and shared_memory() <= before
     assert summary(run_dir)["steps"] >= 1
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("relay", ["relay-0", "relay-1"])
+def test_a_killed_relay_comes_back_and_the_run_goes_on(run_dir, launched, relay):
+    before = shared_memory()
+    run = launched(small_run, run_dir, "steps=12")
+    wait_for_checkpoint(run_dir, 2)
+    relays = [pid for pid in run.pids_of("rose_hpc.weights.relay ") if f"PMI_RANK={relay[-1]}" in environment_of(pid)]
+    os.kill(relays[0], signal.SIGKILL)
+    assert run.finish(180) == 0, run.output
+    assert run.wait_gone(2) == {} and shared_memory() <= before
+    found = summary(run_dir)
+    assert found["steps"] == 12 and found["complete"] and found["weights"]["verified"] == found["weights"]["versions"]
+    assert f"{relay} was ended by signal 9" in (run_dir / "logs" / "relays.log").read_text()
+
+
+def environment_of(pid):
+    return Path(f"/proc/{pid}/environ").read_bytes().replace(b"\0", b"\n").decode(errors="replace").splitlines()
