@@ -9,6 +9,8 @@ from rose_hpc.weights import wire
 from rose_hpc.weights.arena import Arena
 from rose_hpc.weights.relay_messages import MAGIC, Manifest, Pull, is_control, pack, unpack
 
+pytestmark = pytest.mark.processes
+
 KEYFRAME = -1
 
 
