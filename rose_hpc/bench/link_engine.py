@@ -66,15 +66,16 @@ async def measure_engine(link: ShapedLink, folder: Path, real: Path, seed: int) 
     image = LinkImage(SIZES.shapes(), real)
     spec = LinkSpec(folder, image, real, receivers=1, seed=seed)
     try:
-        async with LinkRun(link, spec) as run, _engine(spec) as engine, _generating(engine) as tokens:
+        async with LinkRun(link, spec) as run, _engine(spec) as engine, _generating(engine) as answers:
             updates = await _updates(run, engine)
             mismatches = await run.mismatches() + sum(not u.is_the_trainers for u in updates)
             return summary(updates) | {
                 "mismatches": mismatches,
                 "faults": run.faults,
                 "parameters": image.lanes,
-                "generated_tokens": sum(tokens),
-                "requests": len(tokens),
+                "requests": len(answers),
+                "requests_across_versions": sum(len(set(a.policy_versions)) > 1 for a in answers),
+                "generated_tokens": sum(len(a.token_ids) for a in answers),
             }
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -163,9 +164,9 @@ def hugging_face_config(sizes: Qwen3Sizes) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def _generating(engine: EngineProcess) -> AsyncIterator[list[int]]:
-    """Requests in flight meanwhile, from the first version on; yields the tokens of each that has ended."""
-    tokens: list[int] = []
+async def _generating(engine: EngineProcess) -> AsyncIterator[list[GenerateResult]]:
+    """Requests in flight meanwhile, from the first version on; yields what has ended."""
+    answers: list[GenerateResult] = []
     ids = itertools.count()
 
     async def generate() -> None:
@@ -174,13 +175,13 @@ async def _generating(engine: EngineProcess) -> AsyncIterator[list[int]]:
             request = GenerateRequest(f"r{next(ids)}", prompt, NEW_TOKENS, 1.0, [])
             status, body = await engine.post("generate", encode(request))
             if status == HTTP_OK:
-                tokens.append(len(decode(body, GenerateResult).token_ids))
+                answers.append(decode(body, GenerateResult))
             else:
                 await asyncio.sleep(BETWEEN_S)  # no version yet
 
     tasks = [asyncio.create_task(generate()) for _ in range(IN_FLIGHT)]
     try:
-        yield tokens
+        yield answers
     finally:
         for task in tasks:
             task.cancel()

@@ -29,6 +29,7 @@ from aiohttp import web
 
 from rose_hpc.control import ADDRESS_FILE, TOKEN_FILE, read_address, read_token
 from rose_hpc.coserve.device import Device
+from rose_hpc.coserve.engine import is_cpu_build
 from rose_hpc.coserve.lease import Lease, granted_s
 from rose_hpc.coserve.processes import EngineProcess
 from rose_hpc.coserve.relay_process import RelayProcess
@@ -66,7 +67,8 @@ class Agent:
         self._spec, self._token, self._device, self._engine_process = spec, read_token(spec.control_dir), device, engine
         self._engines = {offer.executor_id: self._engine(offer, folder) for offer in spec.engines}
         self._lease = Lease(spec.lease_ttl_s)
-        self._relay = None if spec.own_relay is None else RelayProcess(spec.own_relay, folder, spec.logs_dir)
+        device_cpus = spec.serving.device_cpus if spec.serving is not None and is_cpu_build() else []
+        self._relay = None if spec.own_relay is None else RelayProcess(spec.own_relay, folder, spec.logs_dir, device_cpus)
         self._stop_requested = asyncio.Event()
         self._url = ""
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -17,10 +20,10 @@ PAUSE_S = 0.2
 
 
 class RelayProcess(OwnedProcess):
-    """Async context manager: the relay lives inside of it. It has one node, and no MPI."""
+    """Async context manager: the relay lives inside of it. It has one node, and no MPI. off_cpus: cores of the device, not for it."""
 
-    def __init__(self, spec: RelaySpec, folder: Path, logs_dir: Path) -> None:
-        self._relay_spec, self._spec_path = spec, folder / "relay.json"
+    def __init__(self, spec: RelaySpec, folder: Path, logs_dir: Path, off_cpus: Collection[int] = ()) -> None:
+        self._relay_spec, self._spec_path, self._off_cpus = spec, folder / "relay.json", set(off_cpus)
         super().__init__(spec.nodes[0].name, logs_dir / f"{spec.nodes[0].name}.log", folder)
 
     async def __aenter__(self) -> RelayProcess:
@@ -43,3 +46,6 @@ class RelayProcess(OwnedProcess):
 
     async def _start_relay(self) -> None:
         await self.start([sys.executable, "-m", "rose_hpc.weights.relay", str(self._spec_path), self.name], {"OMP_NUM_THREADS": "1"})
+        if rest := os.sched_getaffinity(0) - self._off_cpus:
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(self.pid, rest)  # before it has threads, which inherit it

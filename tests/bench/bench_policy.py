@@ -1,4 +1,4 @@
-"""A made-up policy in the form of real_versions.py, small enough for tests."""
+"""A made-up policy in the form of real_versions.py, small enough for tests; and whether a link can be shaped here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from rose_hpc.bench.real_versions import LEARNING_RATES, STEPS
+from rose_hpc.bench.shaped_link import check_possible
 from rose_hpc.bench.synthetic import Positions, ValueTable, make_change, random_image
+from rose_hpc.errors import EnvironmentFault
 
 CHANGED = 0.01
 VALUES = ValueTable.of([np.array([1] * 9 + [0xFFFF] * 9 + [2, 0xFFFE], np.uint16)])
@@ -30,3 +32,11 @@ def write_policy(folder: Path, shapes: Sequence[tuple[str, tuple[int, ...]]]) ->
             np.save(at / f"{step}.lanes.npy", change.lanes)
             np.save(at / f"{step}.deltas.npy", change.deltas)
     return folder
+
+
+def can_shape() -> bool:
+    try:
+        check_possible()
+    except EnvironmentFault:
+        return False
+    return True

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bench_policy import write_policy
-from test_shaped_link import can_shape
+from bench_policy import can_shape, write_policy
 
 from rose_hpc.bench import link_bench
 from rose_hpc.bench.link_bench import Case, engine_cases, summary

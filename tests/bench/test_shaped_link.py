@@ -15,13 +15,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bench_policy import can_shape
 
 from rose_hpc.bench.baselines import Coo, CooEncoder, apply_coo
 from rose_hpc.bench.delay import DelayForwarder
 from rose_hpc.bench.link_baselines import Flood, SharedImages, Way
 from rose_hpc.bench.link_trees import straight, tree
-from rose_hpc.bench.shaped_link import ShapedLink, check_possible, sweep
-from rose_hpc.errors import EnvironmentFault
+from rose_hpc.bench.shaped_link import ShapedLink, sweep
 
 WAIT_S = 20.0
 NAMESPACES = Path("/run/netns")
@@ -33,14 +33,6 @@ with ShapedLink(1e9) as link:
     print(link.near.namespace, link.far.namespace, flush=True)
     signal.pause()
 """
-
-
-def can_shape() -> bool:
-    try:
-        check_possible()
-    except EnvironmentFault:
-        return False
-    return True
 
 
 pytestmark = [pytest.mark.kernel, pytest.mark.skipif(not can_shape(), reason="needs root with ip and tc")]
