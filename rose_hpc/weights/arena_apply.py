@@ -1,11 +1,11 @@
-"""One delta into the image, in place, block by block behind the journal; and the same from where a killed apply stopped.
+"""One delta into the image, in place, bucket by bucket behind the journal; and the same from where a killed apply stopped.
 
-    for every stream, bucket, block:     stage ─▶ complete ─▶ scatter
-    for every dense bucket:              complete ─▶ copy                  the stored message holds its absolute bits already
+    for every stream, bucket:     begin (the journal's mark) ─▶ add the differences, or copy the bits of a dense one
 
 Invariants
-- Every message of the delta is checked in full before the first block is scattered.
-- An interrupted apply goes on behind the journal's mark in force: nothing else decides where.
+- Every message of the delta is checked in full before the first change is added.
+- Changes are added in the order of their lanes, by one thread: a killed apply leaves a prefix of them.
+- An interrupted apply goes on at the journal's mark in force and the image's digest: nothing else decides where.
 - Bits outside the delta's lanes are never written.
 
 It holds no lock and writes no state: arena.py does.
@@ -20,9 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rose_hpc.errors import WeightsError
-from rose_hpc.weights.arena_journal import BLOCK_LANES, JournalWriter, Lanes, Mark
+from rose_hpc.weights import kernels
+from rose_hpc.weights.arena_journal import JournalWriter, Mark
 from rose_hpc.weights.bucket_plan import BucketPlan
-from rose_hpc.weights.codec import Block, StreamDecoder
+from rose_hpc.weights.codec import StreamDecoder
+from rose_hpc.weights.codec_parts import Lanes
 from rose_hpc.weights.delta_store import DamagedBucket, DeltaRecord, DeltaStore, read_bucket
 from rose_hpc.weights.digest import MODULUS, digest_runs
 from rose_hpc.weights.layout import Runs
@@ -51,17 +53,21 @@ class _Bucket:
     header: BucketHeader
     message: memoryview
 
+    @property
+    def is_dense(self) -> bool:
+        return self.header.kind == Kind.DENSE
+
 
 class Decoders:
-    """Stream decoders of one plan, made when they are first needed."""
+    """Stream decoders of one plan, made when they are first needed. threads: for whole buckets of a keyframe, and for digests."""
 
     def __init__(self, plan: BucketPlan, threads: int) -> None:
-        self.plan, self._threads = plan, threads
+        self.plan, self.threads = plan, threads
         self._made: dict[int, StreamDecoder] = {}
 
     def __getitem__(self, stream_id: int) -> StreamDecoder:
         if stream_id not in self._made:
-            self._made[stream_id] = StreamDecoder(self.plan.stream(stream_id), self.plan.bucket_bytes, self._threads)
+            self._made[stream_id] = StreamDecoder(self.plan.stream(stream_id), self.plan.bucket_bytes, self.threads)
         return self._made[stream_id]
 
 
@@ -84,70 +90,58 @@ class DeltaApply:
         return self._run(image, writer, Mark(self._record.version, self._record.base, digest=digest), collect)
 
     def go_on(self, image: Lanes, writer: JournalWriter) -> Applied:
-        """From the journal's mark in force. Raises WeightsError as `run` does, and when the journal's block was damaged."""
+        """From the journal's mark in force. Raises WeightsError as `run` does, and when the image is no state of this apply."""
         mark = writer.mark
-        if not writer.is_whole():
-            raise WeightsError("the journal of an interrupted apply is damaged", got=mark)
+        bucket = next(b for b in self._buckets if b.at == (mark.stream, mark.bucket))
         if mark.dense:
-            mark = self._copy(image, mark, next(b for b in self._buckets if b.at == (mark.stream, mark.bucket)))
+            digest = self._copy(image, mark.digest, bucket)
         else:
-            writer.scatter(image)
-        return self._run(image, writer, mark, collect=False)
+            digest = self._add_rest(image, mark.digest, bucket)
+        behind = mark._replace(changes=mark.changes + bucket.header.changes, digest=digest, dense=False)
+        return self._run(image, writer, behind, collect=False, after=bucket.at)
 
-    def _run(self, image: Lanes, writer: JournalWriter, mark: Mark, collect: bool) -> Applied:
-        """The buckets, and of the first one the lanes, that are behind the mark."""
+    def _run(self, image: Lanes, writer: JournalWriter, mark: Mark, collect: bool, after: tuple[int, int] = (-1, -1)) -> Applied:
+        """The buckets behind `after`. mark: what the image is before them."""
         kept: list[list[Undo]] = [[] for _ in self._record.streams] if collect else []
         for bucket in self._buckets:
-            reached = (mark.stream, mark.bucket)
-            if bucket.at < reached or (bucket.at == reached and mark.dense):
+            if bucket.at <= after:
                 continue
-            undo = kept[bucket.at[0]] if collect else None
-            if bucket.header.kind == Kind.DENSE:
-                mark = self._write_dense(image, writer, mark, bucket, undo)
-            else:
-                mark = self._write_delta(image, writer, mark, bucket, undo)
+            if collect:
+                lanes = self._decoders[bucket.header.stream_id].lanes(bucket.message, bucket.header)
+                kept[bucket.at[0]].append((lanes, image[lanes]))
+            digest = mark.digest
+            if bucket.is_dense:
+                digest = (digest - digest_runs(image, self._runs(bucket), self._decoders.threads)) % MODULUS
+            mark = mark._replace(stream=bucket.at[0], bucket=bucket.at[1], digest=digest, dense=bucket.is_dense)
+            writer.begin(mark)
+            digest = self._copy(image, digest, bucket) if bucket.is_dense else self._add(image, digest, bucket)
+            mark = mark._replace(changes=mark.changes + bucket.header.changes, digest=digest)
         return Applied(mark.digest, mark.changes, [_joined(parts) for parts in kept])
 
-    def _write_delta(self, image: Lanes, writer: JournalWriter, mark: Mark, bucket: _Bucket, undo: list[Undo] | None) -> Mark:
-        behind = mark.done if bucket.at == (mark.stream, mark.bucket) else 0
-        for done, block in self._blocks(bucket, behind):
-            if undo is not None:
-                undo.append((block.lanes.copy(), image[block.lanes]))
-            before, after = writer.stage(image, block.lanes, block.values, block.absolute)
-            lanes = len(block.lanes)
-            digest = (mark.digest + after - before) % MODULUS
-            mark = Mark(mark.version, mark.base, *bucket.at, done, mark.changes + lanes, digest, lanes, after)
-            writer.complete(mark)
-            writer.scatter(image)
-        return mark
+    def _add(self, image: Lanes, digest: int, bucket: _Bucket) -> int:
+        """Add a bucket's differences. Returns the digest after."""
+        decoder = self._decoders[bucket.header.stream_id]
+        return (digest + decoder.apply(bucket.message, image, header=bucket.header, in_order=True)) % MODULUS
 
-    def _write_dense(self, image: Lanes, writer: JournalWriter, mark: Mark, bucket: _Bucket, undo: list[Undo] | None) -> Mark:
-        """The stored message is the journal's block: it has absolute bits already. Its old bits leave the digest before they go."""
-        if undo is not None:
-            undo.extend((block.lanes.copy(), image[block.lanes]) for _, block in self._blocks(bucket, 0))
-        lanes = bucket.header.lanes
-        digest = (mark.digest - digest_runs(image, self._runs(bucket))) % MODULUS
-        mark = Mark(mark.version, mark.base, *bucket.at, lanes, mark.changes + lanes, digest, dense=True)
-        writer.complete(mark)
-        return self._copy(image, mark, bucket)
+    def _add_rest(self, image: Lanes, digest: int, bucket: _Bucket) -> int:
+        """The same where a prefix of them may be in the image already, which its digest tells."""
+        lanes, differences = self._decoders[bucket.header.stream_id].changes(bucket.message)
+        found = digest_runs(image, self._decoders.plan.runs(self._record.streams), self._decoders.threads)
+        applied = kernels.count_applied(kernels.read_only(image), lanes, differences, np.uint64((found - digest) % MODULUS))
+        if applied < 0:
+            raise WeightsError("the image of an interrupted apply was changed by somebody else", got=f"digest {found:016x}")
+        change = kernels.add_changes(image, lanes[applied:], differences[applied:])
+        return (found + int(change)) % MODULUS
 
-    def _copy(self, image: Lanes, mark: Mark, bucket: _Bucket) -> Mark:
-        """Its new bits enter the digest when they are there: the next mark has them."""
-        self._decoders[bucket.header.stream_id].apply(bucket.message, image, digest=False)
-        return mark._replace(digest=(mark.digest + digest_runs(image, self._runs(bucket))) % MODULUS)
+    def _copy(self, image: Lanes, digest: int, bucket: _Bucket) -> int:
+        """Write a dense bucket's bits, once or again. digest: without them; returns it with them."""
+        self._decoders[bucket.header.stream_id].apply(bucket.message, image, digest=False, header=bucket.header)
+        return (digest + digest_runs(image, self._runs(bucket), self._decoders.threads)) % MODULUS
 
     def _runs(self, bucket: _Bucket) -> Runs:
         """What a bucket covers of the image."""
         first = bucket.header.first_lane * LANE_BYTES
         return self._decoders.plan.stream(bucket.header.stream_id).runs.span(first, first + bucket.header.lanes * LANE_BYTES)
-
-    def _blocks(self, bucket: _Bucket, behind: int) -> Iterator[tuple[int, Block]]:
-        """(lanes of the bucket that are done with this block, block) without the first `behind` lanes; each fits a journal's slot."""
-        start = 0
-        for block in self._decoders[bucket.header.stream_id].blocks(bucket.message):
-            for stop, part in _parts(block, max(behind - start, 0)):
-                yield start + stop, part
-            start += len(block.lanes)
 
 
 def changed_lanes(store: DeltaStore, decoders: Decoders, from_version: int, to_version: int) -> NDArray[np.int64] | None:
@@ -173,17 +167,7 @@ def _written(store: DeltaStore, decoders: Decoders, record: DeltaRecord) -> Iter
     for stream_id in record.streams:
         for index in range(decoders.plan.counts[stream_id]):
             header, message = read_bucket(store, decoders.plan, record, stream_id, index)
-            if header.kind == Kind.DELTA:
-                yield decoders[stream_id].changes(message)[0]
-            else:
-                yield from (block.lanes.copy() for block in decoders[stream_id].blocks(message))
-
-
-def _parts(block: Block, skipped: int) -> Iterator[tuple[int, Block]]:
-    """The block without its first lanes, in pieces of at most BLOCK_LANES: (lanes of the block up to the piece's end, piece)."""
-    for start in range(skipped, len(block.lanes), BLOCK_LANES):
-        stop = min(start + BLOCK_LANES, len(block.lanes))
-        yield stop, Block(block.lanes[start:stop], block.values[start:stop], block.absolute)
+            yield decoders[stream_id].lanes(message, header)
 
 
 def _joined(parts: list[Undo]) -> Undo:

@@ -13,8 +13,8 @@ from __future__ import annotations
 from rose_hpc.errors import WeightsError
 from rose_hpc.weights import wire
 from rose_hpc.weights.arena_apply import Decoders
-from rose_hpc.weights.arena_journal import Lanes
 from rose_hpc.weights.bucket_plan import BucketPlan, check_dense
+from rose_hpc.weights.codec_parts import Lanes
 from rose_hpc.weights.wire import BucketHeader
 
 
@@ -37,7 +37,7 @@ class Keyframe:
             if expected is not None and header.version != expected:
                 raise WeightsError("a bucket of another keyframe", got=f"version {header.version}", expected=f"version {expected}")
         check_dense(self.plan, header, header.version)
-        self._decoders[header.stream_id].apply(message, image, digest=False)
+        self._decoders[header.stream_id].apply(message, image, digest=False, header=header)
         self._version = header.version
         self._written.setdefault(header.stream_id, set()).add(header.index)
         return header

@@ -39,8 +39,6 @@ _KEPT_ROOM = 1 << 22  # what a version with very many changes took is given back
 _DENSE_BELOW = 2  # with more than every other lane changed, a bucket goes dense without an attempt at coding it
 _PART_LANES = 1 << 18  # less is not worth a thread
 _PART_BLOCKS = 8
-_YIELD_BLOCKS = 4  # a Block of `blocks()`
-_YIELD_LANES = _YIELD_BLOCKS * kernels.BLOCK_CHANGES
 _PROLOGUE_BYTES = 4  # bytes of the codebook u16, reserved u16
 
 
@@ -52,19 +50,6 @@ class Encoded:
     digest_change: int
     changes: int
     index: int
-
-
-@dataclass(frozen=True)
-class Block:
-    """A few thousand lanes of a bucket. lanes: int64 image lanes, increasing; values: uint16, differences or (absolute) new bits."""
-
-    lanes: NDArray[np.int64]
-    values: Lanes
-    absolute: bool
-
-    def new_bits(self, image: Lanes) -> Lanes:
-        """What these lanes become, given the base's image: uint16, a new array."""
-        return self.values.copy() if self.absolute else image[self.lanes] + self.values
 
 
 class StreamEncoder:
@@ -265,14 +250,17 @@ class StreamDecoder:
         self._map = StreamMap(stream, bucket_bytes)
         self._workers = Workers(threads)
 
-    def apply(self, message: bytes | memoryview, image: Any, digest: bool = True) -> int:
+    def apply(
+        self, message: bytes | memoryview, image: Any, digest: bool = True, header: BucketHeader | None = None, in_order: bool = False
+    ) -> int:
         """Decode and scatter in place; returns the change of the image's digest mod 2^64 (0 when digest is False).
 
+        header: of a message that was checked already; it is not checked twice. in_order: by one thread, lane after lane.
         Not atomic: an error found in a late block leaves earlier blocks applied. Raises WeightsError (the message),
         LayoutError (the image).
         """
         self._map.check_image(image, writable=True)
-        header, payload = self._open(message)
+        header, payload = self._open(message, header)
         if header.kind == Kind.DENSE:
             return self._apply_dense(header, _as_lanes(payload), image, digest)
         if header.changes == 0:
@@ -284,37 +272,36 @@ class StreamDecoder:
             _check(status)
             return int(change)
 
+        if in_order:
+            return part(0, coded.blocks)
         return sum(self._workers.spread(part, coded.blocks, _PART_BLOCKS)) % MODULUS
 
-    def blocks(self, message: bytes | memoryview) -> Iterator[Block]:
-        """The bucket in blocks of a few thousand lanes, in order; each is decoded when it is asked for."""
-        header, payload = self._open(message)
+    def lanes(self, message: bytes | memoryview, header: BucketHeader | None = None) -> NDArray[np.int64]:
+        """The image lanes that a bucket writes, int64, in the order of the stream: all of a DENSE one. header: as for `apply`."""
+        header, payload = self._open(message, header)
         if header.kind == Kind.DENSE:
-            values = _as_lanes(payload)
-            for at in range(0, header.lanes, _YIELD_LANES):
-                part = values[at : at + _YIELD_LANES]
-                yield Block(self._image_lanes(header.first_lane + at, part.size), part, absolute=True)
-        elif header.changes:
-            coded = _take_apart(header, payload)
-            for begin in range(0, coded.blocks, _YIELD_BLOCKS):
-                lanes, values = self._decode(coded, begin, min(begin + _YIELD_BLOCKS, coded.blocks))
-                yield Block(lanes, values, absolute=False)
+            return self._image_lanes(header.first_lane, header.lanes)
+        return self._changes(header, payload)[0]
 
     def changes(self, message: bytes | memoryview) -> tuple[NDArray[np.int64], Lanes]:
-        """All changed image lanes (int64, increasing) and differences of a DELTA bucket. Raises WeightsError for a DENSE one."""
-        return self._changes(*self._open(message))
+        """All changed image lanes (int64, in the order of the stream) and differences of a DELTA bucket. Raises WeightsError for a DENSE one."""
+        header, payload = self._open(message)
+        if header.kind == Kind.DENSE:
+            raise WeightsError("a dense bucket has no differences", remedy="use lanes()")
+        return self._changes(header, payload)
 
     def _changes(self, header: BucketHeader, payload: memoryview) -> tuple[NDArray[np.int64], Lanes]:
-        if header.kind == Kind.DENSE:
-            raise WeightsError("a dense bucket has no differences", remedy="use blocks()")
         if header.changes == 0:
             return np.empty(0, np.int64), np.empty(0, np.uint16)
         coded = _take_apart(header, payload)
         parts = self._workers.spread(lambda begin, end: self._decode(coded, begin, end), coded.blocks, _PART_BLOCKS)
         return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
 
-    def _open(self, message: bytes | memoryview) -> tuple[BucketHeader, memoryview]:
-        header, payload = wire.unpack(message)
+    def _open(self, message: bytes | memoryview, checked: BucketHeader | None = None) -> tuple[BucketHeader, memoryview]:
+        if checked is None:
+            header, payload = wire.unpack(message)
+        else:
+            header, payload = checked, memoryview(message)[wire.HEADER_BYTES :]
         self._map.check_header(header)
         return header, payload
 

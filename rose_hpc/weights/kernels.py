@@ -927,3 +927,32 @@ def apply_blocks(payload, changes, index, begin, end, table, index_bits, offset,
         pending = size
     total += _add_to_image(image, lanes[(end - 1) & 1], values[(end - 1) & 1], pending, want_digest)
     return np.int64(0), total
+
+
+@_kernel
+def count_applied(image, lanes, differences, change):
+    """How many of a bucket's changes are in the image, given what they have changed its digest by. −1: no number of them.
+
+    lanes: int64[n], in the order in which they were added; differences: uint16[n]; change: uint64.
+    """
+    total = _ZERO
+    for i in range(lanes.size):
+        if total == change:
+            return i
+        bits = image[lanes[i]]
+        word = _U(lanes[i]) << _U(16)
+        total += _finalise(word | _U(bits)) - _finalise(word | _U(np.uint16(bits - differences[i])))
+    return lanes.size if total == change else -1
+
+
+@_kernel
+def add_changes(image, lanes, differences):
+    """Add differences to the image's lanes, one after the other. Returns the digest change."""
+    total = _ZERO
+    for i in range(lanes.size):
+        old = image[lanes[i]]
+        new = np.uint16(old + differences[i])
+        image[lanes[i]] = new
+        word = _U(lanes[i]) << _U(16)
+        total += _finalise(word | _U(new)) - _finalise(word | _U(old))
+    return total

@@ -9,11 +9,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from rose_hpc.weights import runtime_memory
+from rose_hpc.weights import kernels, runtime_memory
 from rose_hpc.weights.arena import Arena
 from rose_hpc.weights.codec import StreamDecoder, StreamEncoder
+from rose_hpc.weights.codec_parts import Lanes
 from rose_hpc.weights.layout import Run
 from rose_hpc.weights.publisher import WeightPublisher
 from rose_hpc.weights.wire import plan_id
@@ -42,10 +44,18 @@ def warm_up(folder: Path) -> None:
             for index in range(stream.buckets(source.bucket_bytes)):
                 if (message := source.bucket(version, stream.stream_id, index)) is not None:
                     sink.store_bucket(version, message)
-                    StreamDecoder(stream, source.bucket_bytes).apply(message, sink.image().copy())
+                    _decode(StreamDecoder(stream, source.bucket_bytes), message, sink.image().copy())
         sink.commit_delta(version, version - 1, digest, streams)
         sink.apply(version, deadline_s=5.0, collect=True)
     sink.changed_lanes(0, len(CHANGED))
+
+
+def _decode(decoder: StreamDecoder, message: memoryview, image: Lanes) -> None:
+    """As an apply that goes on after a kill does, too."""
+    decoder.apply(message, image)
+    lanes, differences = decoder.changes(message)
+    kernels.count_applied(kernels.read_only(image), lanes, differences, np.uint64(0))
+    kernels.add_changes(image, lanes, differences)
 
 
 def _keyframe(source: Arena, sink: Arena, digest: int) -> None:

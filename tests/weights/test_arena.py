@@ -79,14 +79,6 @@ def test_any_image_any_buckets_and_any_density_apply_and_can_be_undone(tmp_path_
     assert sorted(changed.tolist()) == sorted(lane for lanes, _ in undo for lane in lanes.tolist())
 
 
-def test_a_block_longer_than_a_slot_of_the_journal_is_cut(arena, trainer, monkeypatch):
-    monkeypatch.setattr("rose_hpc.weights.arena_apply.BLOCK_LANES", 37)
-    trainer.next(0.5)
-    trainer.commit(arena)
-    arena.apply(1, LOCK_S)
-    assert trainer.holds(arena, 1)
-
-
 def test_applying_what_is_there_already_changes_nothing(arena, trainer):
     trainer.next()
     trainer.commit(arena)
@@ -678,13 +670,12 @@ def test_the_delta_of_an_interrupted_apply_is_not_thrown_away(arena, trainer):
 
 
 def _dies_in_apply(arena, version):
-    """A child that is killed when its first block is marked and not scattered."""
+    """A child that is killed when its first bucket is marked and not applied."""
     pid = os.fork()
     if pid == 0:
-        arena._journal()
-        import rose_hpc.weights.arena_journal as journal
+        from rose_hpc.weights.codec import StreamDecoder
 
-        journal.scatter = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        StreamDecoder.apply = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
         try:
             arena.apply(version, LOCK_S)
         finally:

@@ -17,7 +17,9 @@ from arena_rig import LOCK_S, Trainer
 
 from rose_hpc.weights import arena as arena_module
 from rose_hpc.weights.arena import NOTHING, Arena
-from rose_hpc.weights.arena_journal import _MAGIC, _MARK, JournalWriter, Mark
+from rose_hpc.weights.arena_journal import _MAGIC, _MARK, Mark
+from rose_hpc.weights.digest import digest_runs
+from rose_hpc.weights.layout import Run
 
 pytestmark = pytest.mark.processes
 
@@ -83,26 +85,28 @@ def dies_at(line, action, last_words=lambda: None):
 
 
 def vandalise(path, dice):
-    """What a kill inside a store may leave: the block in force scattered in part, the other slot written in part."""
+    """What a kill inside a kernel, or inside a store, may leave: a prefix of the bucket's changes, the other slot written in part."""
     arena = Arena.open(path)
     journal = arena._journal()
     sequence, mark = journal.in_force()
     if mark.is_active and arena.state().version == mark.base:
-        lanes, bits = JournalWriter(journal)._block()
-        some = np.array([dice.random() < 0.5 for _ in range(len(lanes))], bool)
-        arena.image(writable=True)[lanes[some]] = bits[some]
         if mark.dense:  # in the middle of its copy it is anything
-            for run in arena.plan.streams[mark.stream].runs.span(
-                mark.bucket * arena.bucket_bytes, mark.bucket * arena.bucket_bytes + 2 * mark.done
-            ):
+            start = mark.bucket * arena.bucket_bytes
+            for run in arena.plan.streams[mark.stream].runs.span(start, start + arena.bucket_bytes):
                 arena.image(writable=True)[run.offset_bytes // 2 : run.end_bytes // 2] ^= dice.getrandbits(16)
-    free = (sequence + 1) % 2
-    noise = np.frombuffer(dice.randbytes(64), np.uint8)
-    journal.bits[free][:32], journal.lanes[free][:8] = noise.view(np.uint16), noise.view(np.int64)
+        elif found_unapplied(arena, mark):
+            lanes, differences = arena._decoders()[mark.stream].changes(arena.bucket(mark.version, mark.stream, mark.bucket))
+            applied = dice.randint(0, len(lanes))
+            arena.image(writable=True)[lanes[:applied]] += differences[:applied]
     state = arena.state()
-    unborn = _MARK.pack(_MAGIC, sequence + 1, *Mark(state.version + 1, state.version, 1, 1, 9, 99, dice.getrandbits(64), 8, 7))
-    start, cut = free * (len(journal.mapping) // 2), dice.randrange(1, len(unborn))
+    unborn = _MARK.pack(_MAGIC, sequence + 1, *Mark(state.version + 1, state.version, 1, 1, 9, dice.getrandbits(64)))
+    start, cut = (sequence + 1) % 2 * (len(journal.mapping) // 2), dice.randrange(1, len(unborn))
     journal.mapping[start : start + cut] = unborn[:cut]
+
+
+def found_unapplied(arena, mark):
+    """Whether nothing of the bucket under the mark is in the image yet: it was killed between mark and kernel."""
+    return digest_runs(arena.image(), [Run(0, arena.layout.image_bytes)]) == mark.digest
 
 
 def revived(path, how):
@@ -262,3 +266,29 @@ def test_a_kill_at_any_time_leaves_a_version_and_nobody_waits_for_the_dead_ones_
         version = arena.recover(LOCK_S).version
         assert version == NOTHING or trainer.holds(arena, version)
     assert interrupted >= 5
+
+
+def test_an_interrupted_apply_whose_image_somebody_else_wrote_to_is_nothing_and_is_healed(tmp_path):
+    trainer, path = Trainer(), tmp_path / "arena"
+    trainer.arena(path)
+    trainer.next()
+    trainer.commit(Arena.open(path))
+
+    def flip():
+        Arena.open(path).image(writable=True)[7] ^= 1
+
+    line = next(n for n in range(20, 2000) if is_under_way(path, trainer, n, flip))
+    assert line and Arena.open(path).recover(LOCK_S).version == NOTHING
+    arena = Arena.open(path)
+    trainer.fill(arena)
+    assert trainer.holds(arena, trainer.version)
+
+
+def is_under_way(path, trainer, line, last_words):
+    """Whether an apply that was killed at this line had begun to write."""
+    def spoil():
+        if Arena.open(path)._journal().newest().is_active:
+            last_words()
+
+    assert dies_at(line, lambda: Arena.open(path).apply(trainer.version, LOCK_S), spoil)
+    return Arena.open(path)._journal().newest().is_active

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose_hpc.errors import LayoutError, WeightsError
+from rose_hpc.weights import kernels
 from rose_hpc.weights.codec import StreamDecoder, StreamEncoder
 from rose_hpc.weights.digest import MODULUS, digest_lanes, digest_runs
 from rose_hpc.weights.kernels import PAYLOAD_PADDING
@@ -188,15 +189,44 @@ def test_an_update_arrives_bit_for_bit_and_the_digest_with_it(update):
 
 @settings(max_examples=30, deadline=None)
 @given(updates())
-def test_blocks_say_what_apply_does(update):
+def test_lanes_and_changes_say_what_apply_does(update):
     stream, old, new, bucket_bytes, _ = update
     encoded, expected = encode(stream, old, new, bucket_bytes)
     decoder, received = StreamDecoder(stream, bucket_bytes), old.copy()
     for e in encoded:
-        for block in decoder.blocks(e.message):
-            assert (np.diff(block.lanes) > 0).all()
-            received[block.lanes] = block.new_bits(received)
+        header, payload = unpack(e.message)
+        lanes = decoder.lanes(e.message, header)
+        assert (np.diff(lanes) > 0).all()
+        if header.kind == Kind.DENSE:
+            received[lanes] = np.frombuffer(payload, np.uint16)
+        else:
+            same, differences = decoder.changes(e.message)
+            assert np.array_equal(lanes, same)
+            received[lanes] += differences
     assert np.array_equal(received, expected)
+
+
+@settings(max_examples=30, deadline=None)
+@given(updates(), st.data())
+def test_a_prefix_of_the_changes_is_told_by_the_digest_and_nothing_else_is(update, data):
+    stream, old, new, bucket_bytes, _ = update
+    for e in encode(stream, old, new, bucket_bytes)[0]:
+        header, _ = unpack(e.message)
+        if header.kind == Kind.DENSE:
+            continue
+        lanes, differences = StreamDecoder(stream, bucket_bytes).changes(e.message)
+        applied = data.draw(st.integers(0, len(lanes)))
+        image = old.copy()
+        image[lanes[:applied]] += differences[:applied]
+
+        def count(image=image, lanes=lanes, differences=differences):
+            change = (digest_lanes(0, image) - digest_lanes(0, old)) % MODULUS
+            return kernels.count_applied(kernels.read_only(image), lanes, differences, np.uint64(change))
+
+        assert count() == applied
+        if applied + 1 < len(lanes):
+            image[lanes[applied + 1]] += differences[applied + 1]  # a hole: no prefix
+            assert count() == -1
 
 
 @settings(max_examples=40, deadline=None)
