@@ -32,7 +32,7 @@ from rose_hpc.metrics.writer import MetricsClient
 from rose_hpc.rollout.workers import NoReply, WorkerPool
 from rose_hpc.weights.relay_spec import TREE_COST
 from rose_hpc.weights.transport.framing import key_for
-from rose_hpc.weights.tree import Member, plan_trees
+from rose_hpc.weights.tree import Member, plan_trees, rounded
 
 NOTHING = -1
 KEYFRAME = -1  # base of a version whose buckets are all dense
@@ -237,9 +237,11 @@ class Distribution:
         return _Generation(dict(zip(group, replies, strict=True)), givers, greetings)
 
     def _costs(self, stage: Stage, published: Published) -> dict[int, int]:
-        """Stream → bytes on the wire; of a keyframe, an equal part of the image each, which is near enough to plan a tree."""
+        """Stream → about its bytes on the wire; of a keyframe, an equal part of the image each, which is near enough to plan a tree."""
         encoded = published.stream_bytes
-        return encoded if stage.base != KEYFRAME else dict.fromkeys(encoded, published.image_bytes // max(len(encoded), 1))
+        if stage.base == KEYFRAME:
+            return dict.fromkeys(encoded, published.image_bytes // max(len(encoded), 1))
+        return {stream: rounded(nbytes) for stream, nbytes in encoded.items()}
 
     # ── replies ──
 

@@ -49,10 +49,11 @@ def check_folder(path: Path, others_may_write: bool = False) -> None:
         )
 
 
-def write_file(path: Path, parts: Sequence[bytes | memoryview]) -> None:
+def write_file(path: Path | str, parts: Sequence[bytes | memoryview]) -> None:
     """A file of these parts, mode 0600, by rename. Raises EnvironmentFault when there is no room; then path is as it was."""
-    temporary = path.with_name(f"{TEMPORARY}{path.name}.{os.getpid()}.{next(_serial)}")
-    with _room(path, sum(len(p) for p in parts)):
+    folder, name = os.path.split(path)
+    temporary = f"{folder}/{TEMPORARY}{name}.{os.getpid()}.{next(_serial)}"
+    with _room(folder, name, sum(len(p) for p in parts)):
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             try:
@@ -69,7 +70,7 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview]) -> None:
 def allocate_file(path: Path, nbytes: int) -> None:
     """A file of nbytes zeros whose blocks are all there, by rename. Raises EnvironmentFault when there is no room."""
     temporary = path.with_name(f"{TEMPORARY}{path.name}.{os.getpid()}.{next(_serial)}")
-    with _room(path, nbytes):
+    with _room(str(path.parent), path.name, nbytes):
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             try:
@@ -95,7 +96,7 @@ def read_file(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes | None:
     return content
 
 
-def map_file(path: Path, nbytes: int | None = None, writable: bool = False) -> mmap.mmap | None:
+def map_file(path: Path | str, nbytes: int | None = None, writable: bool = False) -> mmap.mmap | None:
     """A shared mapping of a whole file, or None where there is none; it outlives the name.
 
     nbytes: the size it must have. Raises WeightsError on another size: a store behind the end would be SIGBUS.
@@ -133,16 +134,16 @@ def sweep(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _room(path: Path, nbytes: int) -> Iterator[None]:
+def _room(folder: str, name: str, nbytes: int) -> Iterator[None]:
     """Turn a full file system into an EnvironmentFault."""
     try:
         yield
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
-        room = os.statvfs(path.parent)
+        room = os.statvfs(folder)
         raise EnvironmentFault(
-            f"no room for {path}",
+            f"no room for {folder}/{name}",
             got=f"{error.strerror}; {room.f_bavail * room.f_frsize} bytes free",
             expected=f"{nbytes} bytes",
             remedy="enlarge the file system, point weights.arena_root elsewhere, or lower weights.retained_versions",
@@ -155,7 +156,7 @@ def _write_all(fd: int, content: memoryview) -> None:
         content = content[os.write(fd, content) :]
 
 
-def remove_file(path: Path) -> None:
+def remove_file(path: Path | str) -> None:
     """Nothing happens where there is none."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)

@@ -10,6 +10,7 @@ Invariants
 from __future__ import annotations
 
 import json
+import os
 import struct
 import time
 from dataclasses import asdict, dataclass
@@ -102,14 +103,23 @@ class StateFile:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / STATE
+        self._stamp: tuple[int, int] | None = None
+        self._found = (EMPTY, "")
 
     def read(self) -> tuple[ArenaState, str]:
-        content = read_file(self._path)
-        if content is None:
+        """Read anew when it has been written: by rename, so that it is another file then."""
+        try:
+            stamp = _stamp(self._path)
+        except FileNotFoundError:
             return EMPTY, ""
-        tree = json.loads(content)
-        covers = tree.pop("covers")
-        return ArenaState(**tree), covers
+        if stamp != self._stamp:
+            content = read_file(self._path)
+            if content is None:
+                return EMPTY, ""
+            tree = json.loads(content)
+            covers = tree.pop("covers")
+            self._found, self._stamp = (ArenaState(**tree), covers), stamp
+        return self._found
 
     def write(self, state: ArenaState, covers: str) -> None:
         """From here on the image is this."""
@@ -130,10 +140,9 @@ class PlanFile:
     def read(self) -> BucketPlan | None:
         """None before the first `write`. Raises LayoutError when the file is not a plan of this layout."""
         try:
-            status = self._path.lstat()
+            stamp = _stamp(self._path)
         except FileNotFoundError:
             return None
-        stamp = (status.st_ino, status.st_mtime_ns)
         if stamp != self._stamp:
             content = read_file(self._path, MAX_PLAN_BYTES)
             if content is None or len(content) < _BUCKET_BYTES.size:
@@ -145,6 +154,12 @@ class PlanFile:
 
     def write(self, plan: RoutingPlan, bucket_bytes: int) -> None:
         write_file(self._path, [_BUCKET_BYTES.pack(bucket_bytes), to_bytes(plan)])
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    """Differs for every file that has had this name."""
+    status = os.lstat(path)
+    return status.st_ino, status.st_mtime_ns
 
 
 def check_plan(plan: RoutingPlan, bucket_bytes: int, image_bytes: int) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 
 from rose_hpc.errors import WeightsError
 from rose_hpc.weights import wire
-from rose_hpc.weights.arena_files import map_file, read_file, remove_folder, write_file
+from rose_hpc.weights.arena_files import map_file, read_file, remove_file, remove_folder, write_file
 from rose_hpc.weights.bucket_plan import BucketPlan, check_delta, sorted_streams
 from rose_hpc.weights.wire import BucketHeader
 
@@ -70,16 +70,14 @@ class DeltaStore:
 
     def has(self, header: BucketHeader) -> bool:
         """Whether the bucket with this header is stored."""
-        return os.path.lexists(self._version_folder(header.version) / _bucket_name(header.stream_id, header.index))
+        return os.path.lexists(self._bucket_path(header.version, header.stream_id, header.index))
 
     def store(self, header: BucketHeader, message: bytes | memoryview) -> None:
         """Store a bucket that was checked against the plan. Raises EnvironmentFault: no room."""
         folder = self._version_folder(header.version)
-        path = folder / _bucket_name(header.stream_id, header.index)
-        is_new = not folder.exists()
-        folder.mkdir(mode=0o700, exist_ok=True)
+        is_new = _make(folder)
         try:
-            write_file(path, [message])
+            write_file(self._bucket_path(header.version, header.stream_id, header.index), [message])
         except BaseException:
             if is_new:
                 _remove_if_empty(folder)
@@ -97,13 +95,13 @@ class DeltaStore:
 
     def bucket(self, version: int, stream_id: int, index: int) -> memoryview | None:
         """One message, mapped read-only, or None while it is not there."""
-        mapping = map_file(self._version_folder(version) / _bucket_name(stream_id, index))
+        mapping = map_file(self._bucket_path(version, stream_id, index))
         return None if mapping is None else memoryview(mapping)
 
     def drop_bucket(self, version: int, stream_id: int, index: int) -> None:
         """Forget a damaged bucket, and with it that the delta was complete: it can be stored anew."""
         self.withdraw(version)
-        (self._version_folder(version) / _bucket_name(stream_id, index)).unlink(missing_ok=True)
+        remove_file(self._bucket_path(version, stream_id, index))
 
     # ── records ──
 
@@ -123,7 +121,7 @@ class DeltaStore:
     def record_shard(self, shard: ShardRecord) -> None:
         """Trainer side: one rank's part is published."""
         folder = self._version_folder(shard.version)
-        folder.mkdir(mode=0o700, exist_ok=True)
+        _make(folder)
         self._write(folder, f"shard{shard.rank}.json", shard)
 
     def shards(self, version: int) -> list[ShardRecord]:
@@ -157,6 +155,10 @@ class DeltaStore:
         if not isinstance(version, int) or not 0 <= version <= wire.MAX_VERSION:
             raise WeightsError("not a policy version", got=version, expected=f"0 to {wire.MAX_VERSION}")
         return self._folder / f"v{version}"
+
+    def _bucket_path(self, version: int, stream_id: int, index: int) -> str:
+        """As text: a relay asks for one several times per bucket, and a Path takes longer to make than a file to open."""
+        return f"{self._version_folder(version)}/s{int(stream_id)}.b{int(index)}"
 
     def _names(self, version: int) -> list[str]:
         try:
@@ -220,8 +222,13 @@ def check_shard(plan: BucketPlan, shard: ShardRecord) -> None:
         raise WeightsError("not a shard of a version", got=shard, expected=f"a rank from 0 to {MAX_RANK - 1}, a base before the version")
 
 
-def _bucket_name(stream_id: int, index: int) -> str:
-    return f"s{int(stream_id)}.b{int(index)}"
+def _make(folder: Path) -> bool:
+    """Whether it was not there before."""
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        return False
+    return True
 
 
 def _read(path: Path) -> dict[str, Any] | None:

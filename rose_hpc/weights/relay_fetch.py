@@ -168,7 +168,6 @@ class Fetch:
         self._check_counts(arena, message)
         if self._missing is None:
             self._open(arena)
-        self._serving.stored()
         self._complete_if_all_there(arena)
 
     def _check_counts(self, arena: Arena, message: Manifest) -> None:
@@ -204,7 +203,7 @@ class Fetch:
             if self._home.incoming is not None:
                 self._home.incoming.written.add((header.stream_id, header.index))
             self._heard_s[peer] = time.monotonic()
-        self._serving.stored()
+        self._serving.stored(self._command.version, self._command.base, (header.stream_id, header.index))
         self._complete_if_all_there(arena)
 
     def _complete_if_all_there(self, arena: Arena) -> None:
@@ -223,13 +222,11 @@ class Fetch:
         if not verified:  # buckets that lead elsewhere: nobody shall have them from here
             arena.discard(command.version)
         arena.prune(self._retained)
-        self._serving.stored()
         return applied.digest, applied.changes, verified
 
     def _finish_keyframe(self, arena: Arena) -> tuple[int, int, bool]:
         state = arena.finish_keyframe(self._command.version, self._command.digest)
         self._home.incoming = None
-        self._serving.stored()
         return state.digest, arena.layout.image_bytes // arena.layout.item_bytes, state.verified
 
     def _still_owes(self, peer: str) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,14 +40,18 @@ Undo = tuple[NDArray[np.int64], NDArray[np.uint16]]  # image lanes, increasing, 
 
 @dataclass
 class _Session:
-    """One pull being served. to_send: (stream, bucket), in order; undo: what was overwritten since it began, oldest first."""
+    """One pull being served.
+
+    ready: (stream, bucket) that can be sent; coming: those that this relay has not got yet; undo: what was overwritten since it
+    began, oldest first.
+    """
 
     peer: str
     pull: Pull
     since_s: float
-    to_send: deque[tuple[int, int]] = field(default_factory=deque)
+    ready: deque[tuple[int, int]] = field(default_factory=deque)
+    coming: set[tuple[int, int]] = field(default_factory=set)
     announced: bool = False
-    stale: bool = True
     undo: list[Undo] = field(default_factory=list)
     held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
@@ -67,7 +71,7 @@ class Serving:
     @property
     def is_sending(self) -> bool:
         """Whether a session waits only for its peer to take what is queued."""
-        return any(s.announced and s.stale for s in self._sessions.values())
+        return any(s.ready for s in self._sessions.values())
 
     @property
     def sends_keyframes(self) -> bool:
@@ -83,10 +87,12 @@ class Serving:
         if (session := self._sessions.pop(peer, None)) is not None:
             session.held.close()
 
-    def stored(self) -> None:
-        """A bucket has come in, or an arena: sessions may have more to send."""
+    def stored(self, version: int, base: int, place: tuple[int, int]) -> None:
+        """A bucket, (stream, index), of these deltas or this keyframe has come in: sessions that want it can send it."""
         for session in self._sessions.values():
-            session.stale = True
+            if place in session.coming and (session.pull.version, session.pull.base) == (version, base):
+                session.coming.remove(place)
+                session.ready.append(place)
 
     def given_up(self, generation: int, why: str) -> None:
         """This relay's own fetch has failed: who waits for the rest of it from here, or asks late, need not wait for the deadline."""
@@ -124,23 +130,11 @@ class Serving:
         """Whether all has been queued. Raises RoseError where it cannot be served."""
         if not session.announced and not self._announce(session):
             return False
-        if not session.stale:
-            return not session.to_send
-        session.stale = False
-        arena, later = self._home.arena_here(), deque[tuple[int, int]]()
-        while session.to_send:
-            if self._window_is_full(session):
-                session.stale = True
-                break
-            stream, index = session.to_send.popleft()
-            message = self._message(arena, session, stream, index)
-            if message is None:
-                later.append((stream, index))
-                continue
-            self._transport.send(session.peer, [message])
+        arena = self._home.arena_here()
+        while session.ready and not self._window_is_full(session):
+            self._transport.send(session.peer, [self._message(arena, session, *session.ready.popleft())])
             session.since_s = now_s
-        session.to_send.extendleft(reversed(later))
-        return not session.to_send
+        return not session.ready and not session.coming
 
     def _window_is_full(self, session: _Session) -> bool:
         return self._transport.queued_bytes(session.peer) >= self._window_bytes
@@ -170,9 +164,22 @@ class Serving:
         layout, plan_bytes = ("", b"") if has_plan else (to_json(arena.layout), to_bytes(plan))
         manifest = Manifest(pull.generation, pull.version, pull.base, counts, arena.bucket_bytes, layout, plan_bytes)
         self._transport.send(session.peer, [pack(manifest)])
-        session.to_send = deque((s, i) for s, count in counts.items() for i in range(count) if i not in set(pull.have[s]))
+        self._sort(session, arena, counts)
         session.announced = True
         return True
+
+    def _sort(self, session: _Session, arena: Arena, counts: Mapping[int, int]) -> None:
+        """What the peer wants, by whether it is here already."""
+        have = {s: set(indices) for s, indices in session.pull.have.items()}
+        wanted = [(s, i) for s, count in counts.items() for i in range(count) if i not in have[s]]
+        if not session.is_keyframe:
+            here = {(s, i) for s, indices in arena.stored(session.pull.version).items() for i in indices}
+        elif self._home.incoming is not None and self._is_coming(session):
+            here = self._home.incoming.written
+        else:
+            here = set(wanted)
+        session.ready = deque(place for place in wanted if place in here)
+        session.coming = set(wanted) - here
 
     def _check_kept(self, pull: Pull, arena: Arena) -> None:
         """Raises WeightsError for a delta that will not come in any more: its version is here without it, by a keyframe or pruned."""
@@ -197,14 +204,14 @@ class Serving:
         if found != {session.pull.version} or not verified:
             raise WeightsError("the keyframe asked for is not what lies here", got=sorted(found), expected=session.pull.version)
 
-    def _message(self, arena: Arena, session: _Session, stream: int, index: int) -> bytes | memoryview | None:
-        """One bucket; None while it has not come in."""
+    def _message(self, arena: Arena, session: _Session, stream: int, index: int) -> bytes | memoryview:
+        """One bucket that is here. Raises WeightsError when it has gone meanwhile: pruned, or given up."""
         if session.is_keyframe:
-            incoming = self._home.incoming if self._is_coming(session) else None
-            if incoming is not None and (stream, index) not in incoming.written:
-                return None
             return self._keyframe_bucket(arena.plan.streams[stream], session, index)
-        return arena.bucket(session.pull.version, stream, index)
+        message = arena.bucket(session.pull.version, stream, index)
+        if message is None:
+            raise WeightsError(f"the delta to version {session.pull.version} is not kept here", got=f"bucket {index} of stream {stream} has gone")
+        return message
 
     def _keyframe_bucket(self, stream: Stream, session: _Session, index: int) -> bytes:
         message = self._home.dense_bucket(stream, session.pull.version, index)

@@ -33,7 +33,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,7 +91,18 @@ def plan_trees(members: Sequence[Member], stream_bytes: Mapping[int, int], cost:
     stream_bytes: expected bytes on the wire of each stream. Raises LayoutError: nobody holds a wanted stream, a stream of unknown
     size, a name given twice, or a cost that is not positive.
     """
-    world = _World(members, stream_bytes, cost)
+    return _plan(tuple(members), tuple(sorted(stream_bytes.items())), cost)
+
+
+def rounded(nbytes: int) -> int:
+    """Up to two significant bits. Versions of about the same size then get the same trees: nobody plans or connects anew."""
+    step = 1 << max(nbytes.bit_length() - 2, 0)
+    return -(-nbytes // step) * step
+
+
+@lru_cache(maxsize=16)
+def _plan(members: tuple[Member, ...], stream_bytes: tuple[tuple[int, int], ...], cost: CostModel) -> TreePlan:
+    world = _World(members, dict(stream_bytes), cost)
     entries = world.entries()
     at_entries = [_between(world, entries, fanout) for fanout in FANOUTS]
     clock, edges = min(((_Clock.start(world).after(e), e) for e in at_entries), key=lambda option: option[0].last_s)
