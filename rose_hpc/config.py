@@ -204,7 +204,7 @@ class WeightsConfig(Section):
     """Weight transfer from the trainer's arena to the executors' arenas."""
 
     wire_dtype: Dtype = "float32"
-    bucket_bytes: int = Field(64 << 20, ge=4096)
+    bucket_bytes: int = Field(128 << 20, ge=4096)
     retained_versions: int = Field(4, ge=2)
     deadline_s: float = Field(60, gt=0, description="longest wait for one peer in one transfer")
     mpiexec: str = Field("mpiexec", description="launcher of the relays; found beside the Python interpreter, then on PATH")

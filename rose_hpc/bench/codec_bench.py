@@ -34,7 +34,7 @@ DENSITIES = (0.001, 0.003, 0.01, 0.03, 0.1)
 SCALING_DENSITIES = (0.003, 0.03)
 REAL_REPEATS = 2
 ZSTD_LEVELS = (1, 3)
-BUCKET_BYTES = 64 << 20
+BUCKET_BYTES = 128 << 20
 PLAN_ID = 1  # any: nobody checks it here
 SAMPLE_S = 0.3  # of the cores' load, to find the idlest
 

@@ -30,7 +30,7 @@ from rose_hpc.messages import RelayAddress
 from rose_hpc.weights.relay_spec import RelayNode, RelaySpec
 
 SOURCE = "relay-0"
-BUCKET_BYTES = 64 << 20
+BUCKET_BYTES = 128 << 20
 START_DEADLINE_S = 120.0
 DEADLINE_S = 60.0  # of one version
 LEASE_TTL_S = 60.0

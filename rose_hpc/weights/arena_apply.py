@@ -93,10 +93,7 @@ class DeltaApply:
         """From the journal's mark in force. Raises WeightsError as `run` does, and when the image is no state of this apply."""
         mark = writer.mark
         bucket = next(b for b in self._buckets if b.at == (mark.stream, mark.bucket))
-        if mark.dense:
-            digest = self._copy(image, mark.digest, bucket)
-        else:
-            digest = self._add_rest(image, mark.digest, bucket)
+        digest = self._copy(image, mark.digest, bucket) if mark.dense else self._add_rest(image, mark.digest, bucket)
         behind = mark._replace(changes=mark.changes + bucket.header.changes, digest=digest, dense=False)
         return self._run(image, writer, behind, collect=False, after=bucket.at)
 

@@ -83,7 +83,7 @@ def allocate_file(path: Path, nbytes: int) -> None:
             raise
 
 
-def read_file(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes | None:
+def read_file(path: Path | str, max_bytes: int = MAX_JSON_BYTES) -> bytes | None:
     """The content, or None where there is no such file. Raises WeightsError when it is longer than max_bytes."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -94,6 +94,15 @@ def read_file(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes | None:
     if len(content) > max_bytes:
         raise WeightsError(f"{path} is too long", expected=f"at most {max_bytes} bytes")
     return content
+
+
+def file_stamp(path: str) -> tuple[int, int] | None:
+    """Another one for every file that has had this name, as files here appear by rename; None where there is none."""
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns
 
 
 def map_file(path: Path | str, nbytes: int | None = None, writable: bool = False) -> mmap.mmap | None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rose_hpc.errors import LayoutError, WeightsError
 from rose_hpc.weights import wire
-from rose_hpc.weights.arena_files import allocate_file, check_folder, make_folder, read_file, remove_file, sweep, write_file
+from rose_hpc.weights.arena_files import allocate_file, check_folder, file_stamp, make_folder, read_file, remove_file, sweep, write_file
 from rose_hpc.weights.arena_journal import JOURNAL_BYTES
 from rose_hpc.weights.arena_locks import ImageLock
 from rose_hpc.weights.bucket_plan import BucketPlan
@@ -102,15 +102,14 @@ class StateFile:
     """What the image is, and which of its bytes are meant: BucketPlan.covers, "" where it is nothing."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / STATE
+        self._path = os.fspath(folder / STATE)
         self._stamp: tuple[int, int] | None = None
         self._found = (EMPTY, "")
 
     def read(self) -> tuple[ArenaState, str]:
         """Read anew when it has been written: by rename, so that it is another file then."""
-        try:
-            stamp = _stamp(self._path)
-        except FileNotFoundError:
+        stamp = file_stamp(self._path)
+        if stamp is None:
             return EMPTY, ""
         if stamp != self._stamp:
             content = read_file(self._path)
@@ -133,15 +132,14 @@ class PlanFile:
     """The routing plan and the size of buckets; read anew when another process has changed it."""
 
     def __init__(self, folder: Path, layout: ImageLayout) -> None:
-        self._path, self._layout = folder / PLAN, layout
+        self._path, self._layout = os.fspath(folder / PLAN), layout
         self._stamp: tuple[int, int] | None = None
         self._found: BucketPlan | None = None
 
     def read(self) -> BucketPlan | None:
         """None before the first `write`. Raises LayoutError when the file is not a plan of this layout."""
-        try:
-            stamp = _stamp(self._path)
-        except FileNotFoundError:
+        stamp = file_stamp(self._path)
+        if stamp is None:
             return None
         if stamp != self._stamp:
             content = read_file(self._path, MAX_PLAN_BYTES)
@@ -154,12 +152,6 @@ class PlanFile:
 
     def write(self, plan: RoutingPlan, bucket_bytes: int) -> None:
         write_file(self._path, [_BUCKET_BYTES.pack(bucket_bytes), to_bytes(plan)])
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    """Differs for every file that has had this name."""
-    status = os.lstat(path)
-    return status.st_ino, status.st_mtime_ns
 
 
 def check_plan(plan: RoutingPlan, bucket_bytes: int, image_bytes: int) -> None:

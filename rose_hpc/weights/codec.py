@@ -284,7 +284,7 @@ class StreamDecoder:
         return self._changes(header, payload)[0]
 
     def changes(self, message: bytes | memoryview) -> tuple[NDArray[np.int64], Lanes]:
-        """All changed image lanes (int64, in the order of the stream) and differences of a DELTA bucket. Raises WeightsError for a DENSE one."""
+        """All changed image lanes (int64, as the stream orders them) and differences of a DELTA bucket. WeightsError for a DENSE one."""
         header, payload = self._open(message)
         if header.kind == Kind.DENSE:
             raise WeightsError("a dense bucket has no differences", remedy="use lanes()")

@@ -136,19 +136,23 @@ def _noted(most: int, positions: torch.Tensor, differences: torch.Tensor, digest
 
 
 class TorchStreamDecoder(StreamDecoder):
-    """StreamDecoder whose image is an int16 tensor on a device. `blocks` and `changes` give host arrays, as they do in codec.py."""
+    """StreamDecoder whose image is an int16 tensor on a device. `lanes` and `changes` give host arrays, as they do in codec.py."""
 
     def __init__(self, stream: Stream, bucket_bytes: int) -> None:
         super().__init__(stream, bucket_bytes)
         self._where = _Where(self._map)
 
-    def apply(self, message: bytes | memoryview, image: Any, digest: bool = True) -> int:
+    def apply(
+        self, message: bytes | memoryview, image: Any, digest: bool = True, header: BucketHeader | None = None, in_order: bool = False
+    ) -> int:
         """Decode on the host, scatter on the device; returns the digest change mod 2^64 (0 when digest is False).
 
-        Nothing is written when the message cannot be decoded. Raises WeightsError (the message), LayoutError (the image).
+        Nothing is written when the message cannot be decoded. Raises WeightsError (the message), LayoutError (the image, or in_order).
         """
         _check_image(self._map, image)
-        header, payload = self._open(message)
+        if in_order:
+            raise LayoutError("a device writes in no order", remedy="keep images that are journalled on the host")
+        header, payload = self._open(message, header)
         if header.kind == Kind.DELTA:
             return _scatter(image, *self._changes(header, payload), digest)
         return self._scatter_dense(header, payload, image, digest)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,11 +26,12 @@ from typing import Any
 
 from rose_hpc.errors import WeightsError
 from rose_hpc.weights import wire
-from rose_hpc.weights.arena_files import map_file, read_file, remove_file, remove_folder, write_file
+from rose_hpc.weights.arena_files import file_stamp, map_file, read_file, remove_file, remove_folder, write_file
 from rose_hpc.weights.bucket_plan import BucketPlan, check_delta, sorted_streams
 from rose_hpc.weights.wire import BucketHeader
 
 MAX_RANK = 1 << 20
+MAPPED = 1024  # buckets kept mapped: storing, applying and serving one to two peers look at it four times
 _VERSION = re.compile(r"v(\d{1,19})")
 _BUCKET = re.compile(r"s(\d{1,9})\.b(\d{1,9})")
 _SHARD = re.compile(r"shard(\d{1,9})\.json")
@@ -64,7 +66,8 @@ class DeltaStore:
     """The versions under one arena's folder. It reads the folder each time: other processes write there, too."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder, self._root = folder, os.fspath(folder)
+        self._mapped: OrderedDict[str, tuple[tuple[int, int], memoryview]] = OrderedDict()  # path → stamp of the file, its content
 
     # ── buckets ──
 
@@ -95,8 +98,20 @@ class DeltaStore:
 
     def bucket(self, version: int, stream_id: int, index: int) -> memoryview | None:
         """One message, mapped read-only, or None while it is not there."""
-        mapping = map_file(self._bucket_path(version, stream_id, index))
-        return None if mapping is None else memoryview(mapping)
+        path = self._bucket_path(version, stream_id, index)
+        stamp = file_stamp(path)
+        found = self._mapped.get(path)
+        if stamp is not None and found is not None and found[0] == stamp:
+            return found[1]
+        self._mapped.pop(path, None)
+        mapping = map_file(path)
+        if mapping is None or stamp is None:
+            return None
+        message = memoryview(mapping)
+        self._mapped[path] = stamp, message
+        if len(self._mapped) > MAPPED:
+            self._mapped.popitem(last=False)
+        return message
 
     def drop_bucket(self, version: int, stream_id: int, index: int) -> None:
         """Forget a damaged bucket, and with it that the delta was complete: it can be stored anew."""
@@ -149,16 +164,16 @@ class DeltaStore:
 
     def discard(self, version: int) -> None:
         """Drop a version, complete or not."""
+        for path in [p for p in self._mapped if p.startswith(f"{self._root}/{_folder_name(version)}/")]:
+            del self._mapped[path]
         remove_folder(self._version_folder(version))
 
     def _version_folder(self, version: int) -> Path:
-        if not isinstance(version, int) or not 0 <= version <= wire.MAX_VERSION:
-            raise WeightsError("not a policy version", got=version, expected=f"0 to {wire.MAX_VERSION}")
-        return self._folder / f"v{version}"
+        return self._folder / _folder_name(version)
 
     def _bucket_path(self, version: int, stream_id: int, index: int) -> str:
         """As text: a relay asks for one several times per bucket, and a Path takes longer to make than a file to open."""
-        return f"{self._version_folder(version)}/s{int(stream_id)}.b{int(index)}"
+        return f"{self._root}/{_folder_name(version)}/s{int(stream_id)}.b{int(index)}"
 
     def _names(self, version: int) -> list[str]:
         try:
@@ -220,6 +235,12 @@ def check_shard(plan: BucketPlan, shard: ShardRecord) -> None:
     sorted_streams(plan, shard.streams)
     if not 0 <= shard.rank < MAX_RANK or not wire.NO_BASE <= shard.base < shard.version:
         raise WeightsError("not a shard of a version", got=shard, expected=f"a rank from 0 to {MAX_RANK - 1}, a base before the version")
+
+
+def _folder_name(version: int) -> str:
+    if not isinstance(version, int) or not 0 <= version <= wire.MAX_VERSION:
+        raise WeightsError("not a policy version", got=version, expected=f"0 to {wire.MAX_VERSION}")
+    return f"v{version}"
 
 
 def _make(folder: Path) -> bool:

@@ -73,7 +73,7 @@ class WeightPublisher:
         world_size: int = 1,
         wire_dtype: str = "bfloat16",
         retained_versions: int = 4,
-        bucket_bytes: int = 64 << 20,
+        bucket_bytes: int = 128 << 20,
         demands: Sequence[Sequence[Run]] | None = None,
         threads: int = 1,
         full_digest_every: int = 16,
@@ -105,6 +105,7 @@ class WeightPublisher:
             for s in plan.streams
             if s.source == rank
         ]
+        self._room = torch.empty(BLOCK_ELEMENTS, dtype=_TORCH_DTYPES[layout.dtype])  # kept: malloc does not reuse aligned memory well
         self._base: int | None = None
         self._digest, self._since_full = 0, 0
         if resume_from is not None:
@@ -219,7 +220,7 @@ class WeightPublisher:
 
     def _pieces(self, own: _OwnStream) -> Iterator[Lanes]:
         for part in own.parts:
-            yield from wire_pieces(self._tensors[part.name], part.slices, self._arena.layout)
+            yield from wire_pieces(self._tensors[part.name], part.slices, self._arena.layout, self._room)
 
 
 @dataclass(frozen=True)
@@ -231,29 +232,34 @@ class _OwnStream:
     encoder: StreamEncoder
 
 
-@torch.no_grad()
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's values, flattened row-major: a view wherever they are contiguous."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach().reshape(-1)
 
 
-def wire_pieces(tensor: torch.Tensor, slices: Runs, layout: ImageLayout) -> Iterator[Lanes]:
-    """The slices of a tensor's local values in the wire dtype, in order, as lanes on the host: uint16 [≤ 2 × BLOCK_ELEMENTS].
+def wire_pieces(tensor: torch.Tensor, slices: Runs, layout: ImageLayout, room: torch.Tensor) -> Iterator[Lanes]:
+    """The slices of a tensor's local values in the wire dtype, in order, as lanes on the host: uint16.
 
-    slices: byte ranges of the flattened local tensor in the wire dtype. Values that are in it already, on the CPU, are viewed.
+    slices: byte ranges of the flattened local tensor in the wire dtype. Values that are in it already, on the CPU, in one range, are
+    one view; others go through `room` (BLOCK_ELEMENTS of the wire dtype), a block at a time: a piece holds until the next is asked
+    for.
     """
     flat, dtype, item = _flat(tensor), _TORCH_DTYPES[layout.dtype], layout.item_bytes
+    if len(slices) == 1 and flat.dtype == dtype and flat.device.type == "cpu":
+        start = int(slices.offsets[0]) // item
+        yield flat[start : start + int(slices.sizes[0]) // item].view(torch.int16).numpy().view("<u2")
+        return
     for ranges in blocks(Runs(slices.offsets // item, slices.sizes // item), BLOCK_ELEMENTS):
         start = int(ranges.offsets[0])
         where = slice(start, start + ranges.nbytes) if len(ranges) == 1 else torch.from_numpy(ranges.expanded()).to(flat.device)
-        yield flat[where].to(device="cpu", dtype=dtype).view(torch.int16).numpy().view("<u2")
+        yield room[: ranges.nbytes].copy_(flat[where]).view(torch.int16).numpy().view("<u2")
 
 
 def scatter(image: Lanes, runs: Runs, pieces: Iterable[Lanes]) -> None:
     """Write pieces, which are the runs' concatenation, into the image. Raises LayoutError when they are shorter or longer."""
     at = 0
-    for piece in pieces:
+    for piece in (part[i : i + 2 * BLOCK_ELEMENTS] for part in pieces for i in range(0, part.size, 2 * BLOCK_ELEMENTS)):
         targets = runs.span(at, at + piece.nbytes)
         if targets.nbytes != piece.nbytes:
             break

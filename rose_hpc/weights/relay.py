@@ -20,6 +20,7 @@ import secrets
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from rose_hpc.config import read_spec
@@ -38,9 +39,10 @@ class ControllerPoll:
     A command that is not answered yet is handed out again at every poll: until `reply`, asking only shows that the controller lives.
     """
 
-    def __init__(self, channel: WorkerChannel) -> None:
+    def __init__(self, channel: WorkerChannel, wake: Callable[[], None]) -> None:
+        """wake: called after something was put into the queue."""
         self.commands: queue.SimpleQueue[Command | BaseException] = queue.SimpleQueue()
-        self._channel, self._changed = channel, threading.Condition()
+        self._channel, self._wake, self._changed = channel, wake, threading.Condition()
         self._answered, self._ended = -1, False  # newest call id, which only grow
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -68,12 +70,16 @@ class ControllerPoll:
                     continue
                 if command.call_id != last:
                     last = command.call_id
-                    self.commands.put(command)
+                    self._put(command)
                 if isinstance(command, Stop):
                     return
                 self._wait_for_answer(last)
         except BaseException as error:
-            self.commands.put(error)
+            self._put(error)
+
+    def _put(self, item: Command | BaseException) -> None:
+        self.commands.put(item)
+        self._wake()
 
     def _wait_for_answer(self, call_id: int) -> None:
         with self._changed:
@@ -82,7 +88,7 @@ class ControllerPoll:
 
 def _serve(spec: RelaySpec, node: RelayNode, links: RelayLinks, address: RelayAddress) -> None:
     channel = WorkerChannel(spec.control_dir, node.name, spec.lease_ttl_s)
-    poll = ControllerPoll(channel)
+    poll = ControllerPoll(channel, links.wake)
     relay = Relay(spec, node, links, poll.reply)
     channel.hello(WorkerUp(world_size=len(spec.nodes), relay=address, arena_version=relay.arena_version))
     poll.start()

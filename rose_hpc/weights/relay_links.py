@@ -10,6 +10,7 @@ has lost is reached by TCP, too: it came back without MPI, or it never will.
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ class RelayLinks:
 
     def __init__(self, spec: RelaySpec, name: str | None, key: bytes) -> None:
         self._spec, self._naps, self._lost_to_mpi = spec, Naps(), set[str]()
+        self._woken = threading.Event()
         largest = spec.bucket_bytes + MESSAGE_OVERHEAD_BYTES
         self._mpi: MpiTransport | None = _mpi(spec, largest) if spec.world and name is None else None
         rank = -1 if self._mpi is None else self._mpi.rank
@@ -78,12 +80,18 @@ class RelayLinks:
         while True:
             events = self._tcp.poll(0.0) + self._of_mpi(self._mpi.poll(0.0))
             left_s = end_s - time.monotonic()
-            if events or left_s <= 0 or self.sent_bytes != sent:
+            if events or left_s <= 0 or self.sent_bytes != sent or self._woken.is_set():
+                self._woken.clear()
                 self._naps.reset()
                 return events
             events = self._tcp.poll(self._naps.next_s(left_s))
             if events:
                 return events
+
+    def wake(self) -> None:
+        """End the poll that is under way, or the next one; from any thread."""
+        self._woken.set()
+        self._tcp.wake()
 
     def drop(self, peer: str) -> None:
         """What MPI has dropped stays dropped there: the peer is reached by TCP from now on."""

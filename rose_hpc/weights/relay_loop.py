@@ -23,7 +23,7 @@ from rose_hpc.weights.relay_serving import Serving
 from rose_hpc.weights.relay_spec import RelayNode, RelaySpec
 from rose_hpc.weights.transport.base import Event, Lost, Received, Transport
 
-ACTIVE_WAIT_S, IDLE_WAIT_S = 0.001, 0.005  # longest wait in one poll while something is going on, and while nothing is
+WAIT_S = 0.05  # longest wait in one poll; who puts something into the command queue ends it (Links.wake)
 LINGER_S = 0.5  # after Stop: last messages leave
 QUEUED_BUCKETS = 2  # per peer
 
@@ -57,12 +57,12 @@ class Relay:
 
     def run(self, commands: queue.SimpleQueue[Command | BaseException]) -> None:
         """Until Stop. Raises what the polling thread put into the queue."""
-        while self.turn(commands, self._wait_s()):
+        while self.turn(commands, WAIT_S):
             pass
         self._serving.close()
         end = time.monotonic() + LINGER_S
         while self._links.is_sending and time.monotonic() < end:
-            self._links.poll(ACTIVE_WAIT_S)
+            self._links.poll(WAIT_S)
 
     def turn(self, commands: queue.SimpleQueue[Command | BaseException], wait_s: float) -> bool:
         """One round: what came in, the next command, what can go out. False after Stop."""
@@ -76,9 +76,6 @@ class Relay:
             self._fetch.tick(now_s)
             self._answer()
         return True
-
-    def _wait_s(self) -> float:
-        return ACTIVE_WAIT_S if self._fetch is not None or self._serving.is_sending else IDLE_WAIT_S
 
     def _obey(self, command: Command | BaseException) -> bool:
         """Whether to go on."""

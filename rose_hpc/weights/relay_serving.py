@@ -210,7 +210,8 @@ class Serving:
             return self._keyframe_bucket(arena.plan.streams[stream], session, index)
         message = arena.bucket(session.pull.version, stream, index)
         if message is None:
-            raise WeightsError(f"the delta to version {session.pull.version} is not kept here", got=f"bucket {index} of stream {stream} has gone")
+            what = f"the delta to version {session.pull.version} is not kept here"
+            raise WeightsError(what, got=f"bucket {index} of stream {stream} has gone")
         return message
 
     def _keyframe_bucket(self, stream: Stream, session: _Session, index: int) -> bytes:

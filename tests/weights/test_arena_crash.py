@@ -11,7 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from arena_rig import LOCK_S, Trainer
 
@@ -286,6 +285,7 @@ def test_an_interrupted_apply_whose_image_somebody_else_wrote_to_is_nothing_and_
 
 def is_under_way(path, trainer, line, last_words):
     """Whether an apply that was killed at this line had begun to write."""
+
     def spoil():
         if Arena.open(path)._journal().newest().is_active:
             last_words()

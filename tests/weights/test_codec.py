@@ -225,7 +225,7 @@ def test_a_prefix_of_the_changes_is_told_by_the_digest_and_nothing_else_is(updat
 
         assert count() == applied
         if applied + 1 < len(lanes):
-            image[lanes[applied + 1]] += differences[applied + 1]  # a hole: no prefix
+            image[lanes[applied + 1 : applied + 2]] += differences[applied + 1 : applied + 2]  # a hole: no prefix
             assert count() == -1
 
 
@@ -388,7 +388,7 @@ def bound_bytes(differences):
 @pytest.mark.parametrize("place", [iid, clustered])
 @pytest.mark.parametrize(("density", "most"), [(0.001, 1.10), (0.003, 1.06), (0.01, 1.05), (0.03, 1.05), (0.1, 1.05)])
 def test_bytes_stay_near_the_entropy_bound(place, density, most):
-    """`most` leaves room for the codebook, which weighs more in this small image than in a bucket of 64 MiB."""
+    """`most` leaves room for the codebook, which weighs more in this small image than in a bucket of 128 MiB."""
     rng = np.random.default_rng(1)
     old = rng.integers(0, 1 << 16, LANES, np.uint16)
     where = place(rng, density)

@@ -4,7 +4,7 @@ import os
 import socket
 import threading
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 
 import numpy as np
 import pytest
@@ -633,3 +633,13 @@ def test_attended_time_leaves_long_absences_out():
     assert clock.tick() <= 1.0
     time.sleep(0.05)
     assert 0.05 <= clock.tick() - 1.0 < 0.5
+
+
+def test_another_thread_can_end_a_poll():
+    with closing(TcpTransport("a", KEY)) as transport:
+        begin_s = time.monotonic()
+        threading.Timer(0.05, transport.wake).start()
+        assert transport.poll(20.0) == [] and time.monotonic() - begin_s < 10.0
+        transport.wake()  # and one that is called too early ends the next
+        assert transport.poll(20.0) == [] and time.monotonic() - begin_s < 10.0
+    transport.wake()  # a closed one is left alone

@@ -25,7 +25,7 @@ import numpy as np
 from rose_hpc.errors import WeightsError
 
 FIRST_NAP_S, LONGEST_NAP_S = 20e-6, 1e-3
-MAX_MESSAGE_BYTES = 80 << 20  # a dense bucket of 64 MiB with its header, and room
+MAX_MESSAGE_BYTES = 160 << 20  # a dense bucket of 128 MiB with its header, and room
 STALL_S = 30.0
 _HUGE_PAGE_BYTES = 4 << 20
 LONGEST_GAP_S = 1.0  # what a time without polls counts at most, in attended seconds

@@ -83,6 +83,7 @@ class TcpTransport:
         self._links: dict[str, _Link] = {}
         self._events: list[Event] = []
         self._look_s = 0.0  # when to look at deadlines again
+        self._woken = False
         self._door = Door(name, key, host, self._watch, self._on_session, stall_s=stall_s, handshake_s=handshake_s, backlog=backlog)
         self.address = self._door.address
 
@@ -150,9 +151,13 @@ class TcpTransport:
         ends_s = time.monotonic() + wait_s
         while True:
             something_went = self._round(0.0 if self._events else ends_s)
-            if self._events or something_went or time.monotonic() >= ends_s:
-                events, self._events = self._events, []
+            if self._events or something_went or self._woken or time.monotonic() >= ends_s:
+                events, self._events, self._woken = self._events, [], False
                 return events
+
+    def wake(self) -> None:
+        """End the poll that is under way, or the next one. The only method for other threads."""
+        self._watch.wake()
 
     def drop(self, peer: str) -> None:
         if (link := self._links.pop(peer, None)) is not None:
@@ -172,7 +177,7 @@ class TcpTransport:
         self._clock.tick()
         something_went = self._write()
         busy = something_went or any(link.sends_on.can_write for link in self._links.values())
-        self._watch.wait(0.0 if busy else min(max(ends_s - time.monotonic(), 0.0), _LONGEST_WAIT_S))
+        self._woken |= self._watch.wait(0.0 if busy else min(max(ends_s - time.monotonic(), 0.0), _LONGEST_WAIT_S))
         now_s = time.monotonic()
         if now_s >= self._look_s:
             self._look_s = now_s + min(_LONGEST_WAIT_S, self._stall_s / 4)

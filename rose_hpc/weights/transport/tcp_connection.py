@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import selectors
 import socket
 import threading
@@ -89,6 +90,9 @@ class Watch:
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._bell_lock = threading.Lock()
         self._masks: dict[socket.socket, int] = {}
 
     def set(self, sock: socket.socket, mask: int, handler: Callable[[int], None]) -> None:
@@ -110,20 +114,35 @@ class Watch:
             self._selector.unregister(sock)
         sock.close()
 
-    def wait(self, wait_s: float) -> None:
+    def wake(self) -> None:
+        """End the wait that is under way, or the next one. From any thread; nothing happens after `end`."""
+        with self._bell_lock:
+            if self._bell >= 0:
+                os.eventfd_write(self._bell, 1)
+
+    def wait(self, wait_s: float) -> bool:
+        """Whether `wake` was called."""
+        woken = False
         ready = self._selector.select(0 if wait_s < 1e-3 else wait_s)  # the selector rounds up to a whole millisecond
         if not ready and 0 < wait_s < 1e-3:
             time.sleep(wait_s)
             ready = self._selector.select(0)
         for key, mask in ready:
-            if isinstance(key.fileobj, socket.socket) and self._masks.get(key.fileobj, 0):  # not closed by one before it
+            if key.fileobj == self._bell:
+                woken = bool(os.eventfd_read(self._bell))
+            elif isinstance(key.fileobj, socket.socket) and self._masks.get(key.fileobj, 0):  # not closed by one before it
                 key.data(mask)
+        return woken
 
     def end(self) -> None:
         """Close everything."""
         for sock in list(self._masks):
             self.close(sock)
         self._selector.close()
+        with self._bell_lock:  # its number may be another file's from here on
+            if self._bell >= 0:
+                os.close(self._bell)
+            self._bell = -1
 
 
 class Handshake:

@@ -217,7 +217,7 @@ class Session:
         self.streams = [Stream(sock, agreed, self._assembly) for sock, agreed in connections]
         self.queued_bytes = 0
         self._outgoing: deque[Outgoing] = deque()
-        self._numbered = 0
+        self._numbered = self._unsent = 0  # messages: so far; of which something has not gone
         self._wrote_s = self._read_s = clock.now_s
 
     def send(self, views: list[memoryview]) -> None:
@@ -225,17 +225,18 @@ class Session:
             self._wrote_s = self._clock.now_s
         message = Outgoing(self._numbered, views)
         self._numbered += 1
+        self._unsent += 1
         self.queued_bytes += message.nbytes
         self._outgoing.append(message)
 
     @property
     def is_writing(self) -> bool:
-        return bool(self._outgoing) or any(stream.writing for stream in self.streams)
+        return self._unsent > 0
 
     @property
     def can_write(self) -> bool:
         """Whether a call of write would try something."""
-        return any(not stream.blocked and (stream.writing or self._outgoing) for stream in self.streams)
+        return self._unsent > 0 and any(not stream.blocked and (stream.writing or self._outgoing) for stream in self.streams)
 
     def write(self) -> list[int]:
         """One frame at most for every stream that can write; the payload of each message that has gone whole. Raises OSError."""
@@ -278,4 +279,5 @@ class Session:
         if message.chunks_left:
             return False
         self.queued_bytes -= message.nbytes
+        self._unsent -= 1
         return True
