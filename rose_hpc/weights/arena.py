@@ -215,6 +215,11 @@ class Arena(ArenaImage):
             self._state.write(EMPTY, "")
         self._keyframe = Keyframe(decoders)
 
+    def disown(self, deadline_s: float) -> None:
+        """The image is not what its state says: from here on it is nothing. Raises TransferTimeout when readers do not leave."""
+        with self.writing(deadline_s):
+            self._state.write(EMPTY, "")
+
     def write_dense(self, message: bytes | memoryview, version: int | None = None) -> BucketHeader:
         """One bucket of the keyframe into the image; in any order, again if need be. version: must be the message's, if given.
 

@@ -39,7 +39,7 @@ from rose_hpc.weights.arena_journal import JOURNAL_BYTES, Journal, JournalWriter
 from rose_hpc.weights.arena_locks import ImageLock
 from rose_hpc.weights.bucket_plan import BucketPlan
 from rose_hpc.weights.delta_store import DeltaRecord, DeltaStore
-from rose_hpc.weights.layout import ImageLayout
+from rose_hpc.weights.layout import ImageLayout, Runs
 from rose_hpc.weights.routing import RoutingPlan
 
 LOCK_DEADLINE_S = 10.0
@@ -95,6 +95,10 @@ class ArenaImage:
     def bucket_bytes(self) -> int:
         """Dense bytes of a bucket. Raises WeightsError before `set_plan`."""
         return self._buckets().bucket_bytes
+
+    def runs_of(self, streams: tuple[int, ...]) -> Runs:
+        """What these streams cover of the image: sorted, neighbours joined. Raises WeightsError before `set_plan`."""
+        return self._buckets().runs(streams)
 
     def _buckets(self) -> BucketPlan:
         found = self._plan.read()

@@ -3,6 +3,7 @@
     peers ─▶ Received, Lost ─┬─▶ Serving (pulls)            it serves any number of peers
                              └─▶ Fetch (manifests, buckets)  and fetches one version at a time
     controller ─▶ queue ─────▶ Fetch, Stop
+    nothing ────▶ Audit                     it looks whether its image is still what it should be
 
 It holds nothing that the arena does not: it may be killed at any instant.
 """
@@ -10,6 +11,7 @@ It holds nothing that the arena does not: it may be killed at any instant.
 from __future__ import annotations
 
 import queue
+import sys
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -17,6 +19,7 @@ from typing import Protocol
 from rose_hpc.errors import ControlError, WeightsError
 from rose_hpc.messages import Command, FetchVersion, RelayAddress, Reply, Stop, Stopped
 from rose_hpc.weights.relay_arena import RelayArena
+from rose_hpc.weights.relay_audit import Audit
 from rose_hpc.weights.relay_fetch import Fetch
 from rose_hpc.weights.relay_messages import Pull, is_control, unpack
 from rose_hpc.weights.relay_serving import Serving
@@ -48,6 +51,7 @@ class Relay:
         self._spec, self._node, self._links, self._reply = spec, node, links, reply
         self._home = RelayArena(node.arena, node.is_source, spec.deadline_s)
         self._serving = Serving(self._home, links, QUEUED_BUCKETS * spec.bucket_bytes, spec.deadline_s)
+        self._audit = Audit(self._home)
         self._fetch: Fetch | None = None
         self._call_id = -1
 
@@ -66,7 +70,8 @@ class Relay:
 
     def turn(self, commands: queue.SimpleQueue[Command | BaseException], wait_s: float) -> bool:
         """One round: what came in, the next command, what can go out. False after Stop."""
-        for event in self._links.poll(wait_s):
+        events = self._links.poll(wait_s)
+        for event in events:
             self._on(event)
         if not commands.empty() and not self._obey(commands.get()):
             return False
@@ -75,7 +80,15 @@ class Relay:
         if self._fetch is not None:
             self._fetch.tick(now_s)
             self._answer()
+        elif not events and not self._serving.is_sending:
+            self._look_at_image()
         return True
+
+    def _look_at_image(self) -> None:
+        try:
+            self._audit.turn()
+        except WeightsError as error:  # tried again at the next version
+            print(f"relay: {error}", file=sys.stderr, flush=True)
 
     def _obey(self, command: Command | BaseException) -> bool:
         """Whether to go on."""

@@ -7,6 +7,7 @@ from relay_rig import BUCKET_BYTES, Rig
 
 from rose_hpc.weights import wire
 from rose_hpc.weights.arena import Arena
+from rose_hpc.weights.relay_audit import AUDIT_EVERY
 from rose_hpc.weights.relay_messages import MAGIC, Manifest, Pull, is_control, pack, unpack
 
 pytestmark = pytest.mark.processes
@@ -422,3 +423,42 @@ def test_buckets_that_lead_elsewhere_are_not_given_to_others(tmp_path):
     rig.publish(1)
     assert not rig.fetch(1, 0, ["relay-1"], digest=7)["relay-1"].verified
     assert Arena.open(tmp_path / "relay-1").stored(1) == {}
+
+
+def test_a_bit_that_flips_where_no_delta_writes_is_found_by_the_sink_itself_and_healed(tmp_path):
+    rig = Rig(tmp_path)
+    rig.publish(0)
+    rig.fetch(0, KEYFRAME, ["relay-1"])
+    flipped = 5000
+    for version in range(1, 1 + AUDIT_EVERY):
+        rig.weights["b"].view(torch.int16)[0, 0] += 1  # nowhere near
+        rig.publish(version)
+        assert rig.fetch(version, version - 1, ["relay-1"])["relay-1"].verified
+        if version == 3:
+            Arena.open(tmp_path / "relay-1").image(writable=True)[flipped] ^= 1
+    for _ in range(5):
+        rig.turn()
+    assert Arena.open(tmp_path / "relay-1").state().version == -1
+    assert "another version" in rig.fetch(version, version - 1, ["relay-1"])["relay-1"].fault
+    assert rig.fetch(version, KEYFRAME, ["relay-1"])["relay-1"].verified
+    for _ in range(5):
+        rig.turn()
+    assert_holds(rig, "relay-1", version)
+
+
+def test_an_image_that_is_right_stays_and_a_look_is_given_up_when_a_version_comes(tmp_path, monkeypatch):
+    monkeypatch.setattr("rose_hpc.weights.relay_audit.PIECE_BYTES", 256)
+    rig = Rig(tmp_path)
+    rig.publish(0)
+    rig.fetch(0, KEYFRAME, ["relay-1"])
+    audit = rig.relays["relay-1"]._audit
+    for version in range(1, 3 + AUDIT_EVERY):
+        rig.change()
+        rig.publish(version)
+        rig.fetch(version, version - 1, ["relay-1"])
+        rig.turn()
+        assert (audit._look is not None) == (version >= AUDIT_EVERY - 1)
+    for _ in range(100):
+        rig.turn()
+    assert audit._look is None
+    assert_holds(rig, "relay-1", version)
