@@ -22,6 +22,8 @@ from rose_hpc.metrics import MetricsClient, Run, next_attempt
 from rose_hpc.metrics.files import metrics_file
 from rose_hpc.metrics.schema import TABLES, MetricsError
 
+pytestmark = pytest.mark.processes
+
 OpenClient = Callable[..., MetricsClient]
 
 

@@ -250,6 +250,7 @@ def endless(bench: Bench, url: str) -> ReplaySpec:
     return bench.spec([], url, traffic=TrafficConfig(requests_per_s=40, prompt_tokens=(1, 9), output_tokens=(1, 9)))
 
 
+@pytest.mark.processes
 def test_the_process_ends_well_on_sigterm_and_prints_the_summary(bench: Bench, tmp_path: Path) -> None:
     async def scenario() -> tuple[int | None, bytes]:
         async with bench.server.on(tmp_path / "s") as url:
@@ -271,6 +272,7 @@ def test_the_process_ends_well_on_sigterm_and_prints_the_summary(bench: Bench, t
     assert summary["failed"] == 0 and bench.rows["ok"].all()
 
 
+@pytest.mark.processes
 def test_sigkill_of_the_client_loses_at_most_its_last_second(bench: Bench, tmp_path: Path) -> None:
     async def scenario() -> float:
         async with bench.server.on(tmp_path / "s") as url:
@@ -288,6 +290,7 @@ def test_sigkill_of_the_client_loses_at_most_its_last_second(bench: Bench, tmp_p
     assert list(bench.rows["request"]) == list(range(len(bench.rows)))
 
 
+@pytest.mark.processes
 def test_the_process_says_why_it_cannot_start(bench: Bench, tmp_path: Path) -> None:
     async def scenario() -> tuple[int | None, bytes]:
         client = await start(bench.spec([(0, 1, 1)], "unix:/nowhere.sock", start_deadline_s=0.2), tmp_path)

@@ -36,6 +36,7 @@ def test_micro_batch_size_does_not_change_the_gradient(alone: None) -> None:
         torch.testing.assert_close(cut[name], gradient, rtol=0, atol=1e-6 * float(scale))
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("case", ["one step", "narrow"])
 def test_two_ranks_step_like_one(alone: None, two_ranks: list[dict], case: str) -> None:
     learner = tiny_learner(0, 1)
