@@ -50,6 +50,7 @@ def test_two_ranks_step_like_one(alone: None, two_ranks: list[dict], case: str) 
         assert rank[case]["statistics"] == pytest.approx(statistics, rel=1e-4, abs=1e-7)
 
 
+@pytest.mark.ranks
 def test_a_rank_without_rows_takes_part(alone: None, two_ranks: list[dict]) -> None:
     learner = tiny_learner(0, 1)
     learner.train_step(0, tiny_rows([11]))
@@ -58,6 +59,7 @@ def test_a_rank_without_rows_takes_part(alone: None, two_ranks: list[dict]) -> N
         torch.testing.assert_close(spread[name], parameter, rtol=0, atol=1e-5)
 
 
+@pytest.mark.ranks
 def test_bfloat16_passes_keep_float32_masters_and_nearly_the_same_statistics(two_ranks: list[dict]) -> None:
     half, full = two_ranks[0]["bfloat16"], two_ranks[0]["one step"]
     assert all(p.dtype == torch.float32 for p in half["parameters"].values())
@@ -65,6 +67,7 @@ def test_bfloat16_passes_keep_float32_masters_and_nearly_the_same_statistics(two
     assert half["statistics"]["entropy"] != full["statistics"]["entropy"]
 
 
+@pytest.mark.ranks
 def test_a_resume_between_steps_changes_no_bit(two_ranks: list[dict]) -> None:
     for rank in two_ranks:
         straight, resumed = rank["straight"], rank["resumed"]
