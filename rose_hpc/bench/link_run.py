@@ -31,7 +31,9 @@ from rose_hpc.http_api import serving
 from rose_hpc.messages import AgentUp, PublishVersion, VersionWritten, WorkerUp
 from rose_hpc.metrics.writer import MetricsClient
 from rose_hpc.rollout.api import control_app
-from rose_hpc.rollout.distribution import Distribution, Place, Published
+from rose_hpc.rollout.distribution import Distribution
+from rose_hpc.rollout.known_arenas import Place
+from rose_hpc.rollout.published import Published
 from rose_hpc.rollout.workers import WorkerPool
 from rose_hpc.weights.arena import Arena
 from rose_hpc.weights.digest import combine

@@ -32,8 +32,9 @@ from rose_hpc.rollout.api import control_app
 from rose_hpc.rollout.background import Background, uninterrupted
 from rose_hpc.rollout.collector import Collector, TurnForm
 from rose_hpc.rollout.delivery import Delivery
-from rose_hpc.rollout.distribution import Distribution, Place
+from rose_hpc.rollout.distribution import Distribution
 from rose_hpc.rollout.fleet import Fleet
+from rose_hpc.rollout.known_arenas import Place
 from rose_hpc.rollout.run_loop import LoopParts, Progress, RunLoop, check_record
 from rose_hpc.rollout.scheduler import RolloutScheduler
 from rose_hpc.rollout.tokenizer import TurnTokenizer

@@ -29,41 +29,16 @@ from msgspec import structs
 from rose_hpc.errors import DigestMismatch, TransferTimeout
 from rose_hpc.messages import FetchVersion, RelayMember, VersionFetched, WorkerUp
 from rose_hpc.metrics.writer import MetricsClient
+from rose_hpc.rollout.known_arenas import KnownArenas, Place
+from rose_hpc.rollout.published import KEYFRAME, NOTHING, Published, PublishedVersions, Stage
 from rose_hpc.rollout.workers import NoReply, WorkerPool
 from rose_hpc.weights.relay_spec import TREE_COST
 from rose_hpc.weights.transport.framing import key_for
 from rose_hpc.weights.tree import Member, plan_trees, rounded
 
-NOTHING = -1
-KEYFRAME = -1  # base of a version whose buckets are all dense
 RETRY_S = 0.2
 MISMATCHES = 2  # of one sink in one version before it is given up: a delta, then the keyframe that should have healed it
 BAD_BUCKETS = 2  # faults of one sink in one version, no peer being lost, before a keyframe is tried
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a relay stands. ranks: trainer ranks of its node, none at a sink; feeds: kind of the executors that its arena feeds."""
-
-    partition: str
-    node: str
-    ranks: tuple[int, ...] = ()
-    feeds: str | None = None
-
-
-@dataclass(frozen=True)
-class Published:
-    """A version as the trainer wrote it. streams: rank → stream → encoded bytes; base −1: there are no deltas to it."""
-
-    version: int
-    base: int
-    digest: int
-    image_bytes: int
-    streams: Mapping[int, Mapping[int, int]]
-
-    @property
-    def stream_bytes(self) -> dict[int, int]:
-        return {stream: nbytes for streams in self.streams.values() for stream, nbytes in streams.items()}
 
 
 @dataclass
@@ -72,14 +47,6 @@ class _Trouble:
 
     bad_buckets: int = 0
     mismatches: int = 0
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What a sink needs next: the deltas from `base`, or a keyframe."""
-
-    version: int
-    base: int
 
 
 @dataclass(frozen=True)
@@ -97,42 +64,29 @@ class Distribution:
     def __init__(
         self, workers: WorkerPool, places: Mapping[str, Place], metrics: MetricsClient, deadline_s: float, retained: int = 4
     ) -> None:
-        self._workers, self._places, self._metrics = workers, places, metrics
-        self._deadline_s, self._retained = deadline_s, retained
-        self._published: dict[int, Published] = {}
-        self._held: dict[str, tuple[WorkerUp, int]] = {}
-        self._suspect: dict[str, WorkerUp] = {}
-        self._doubted: set[str] = set()
-        self._keyframed: dict[str, int] = {}  # sink → its last keyframe: it has no older deltas to give
-        self._greeted: dict[str, WorkerUp] = {}
+        self._workers, self._metrics, self._deadline_s = workers, metrics, deadline_s
+        self._versions, self._arenas = PublishedVersions(retained), KnownArenas(workers, places)
         self._generation = 0
 
     def publish(self, published: Published) -> None:
         """The trainer has written a version; older ones than arenas keep are forgotten."""
-        self._published[published.version] = published
-        for version in sorted(self._published)[: -self._retained]:
-            del self._published[version]
+        self._versions.add(published)
 
     def sinks(self, kind: str) -> list[str]:
         """Relays whose arenas feed executors of this kind."""
-        return [name for name, place in self._places.items() if place.feeds == kind]
+        return [name for name, place in self._arenas.places.items() if place.feeds == kind]
 
     def is_up(self, relay: str) -> bool:
         """Whether it has said hello and where it can be reached."""
-        hello = self._workers.greeting(relay)
-        return hello is not None and hello.relay is not None
+        return self._arenas.is_up(relay)
 
     def holds(self, sink: str) -> int:
         """The verified version in a sink's arena; −1 for none, while it is doubted, or while its relay has not said hello."""
-        hello = self._workers.greeting(sink)
-        if hello is None or sink in self._doubted:
-            return NOTHING
-        known = self._held.get(sink)
-        return known[1] if known is not None and known[0] is hello else hello.arena_version
+        return self._arenas.holds(sink)
 
     def doubt(self, sink: str, why: str) -> None:
         """Somebody found other bits in a sink's arena than the trainer's: the next `bring` looks at all of them, and heals them."""
-        self._doubted.add(sink)
+        self._arenas.doubt(sink)
         self._event("arena_doubted", sink, why)
 
     async def bring(self, sinks: Collection[str], version: int) -> int:
@@ -140,12 +94,12 @@ class Distribution:
         received, troubles, end_s = 0, {sink: _Trouble() for sink in sinks}, time.monotonic() + 2 * self._deadline_s
         self._note_restarts()
         while behind := [sink for sink in sinks if self.holds(sink) != version]:
-            if version not in self._published:
+            if version not in self._versions:
                 raise TransferTimeout(f"version {version} is not kept any more", got=f"still missing at {', '.join(behind)}")
             stages: dict[Stage, list[str]] = {}
             for sink in behind:
                 stages.setdefault(self._next(sink, version, troubles[sink]), []).append(sink)
-            wanted = {stage: self._published[stage.version] for stage in stages}  # which may be forgotten meanwhile
+            wanted = {stage: self._versions[stage.version] for stage in stages}  # which may be forgotten meanwhile
             generations = await asyncio.gather(*(self._generation_of(stage, group) for stage, group in stages.items()))
             self._note_restarts()
             done = True
@@ -163,47 +117,26 @@ class Distribution:
     # ── planning ──
 
     def _next(self, sink: str, version: int, trouble: _Trouble) -> Stage:
-        held = self.holds(sink)
-        chain = [p for p in self._published.values() if p.base == held and held < p.version <= version]
-        if trouble.bad_buckets >= BAD_BUCKETS or held == NOTHING or not chain or not self._chain_reaches(held, version):
+        if trouble.bad_buckets >= BAD_BUCKETS:
             return Stage(version, KEYFRAME)
-        return Stage(chain[0].version, held)
-
-    def _chain_reaches(self, held: int, version: int) -> bool:
-        at = version
-        while at != held and at in self._published:
-            at = self._published[at].base
-        return at == held
+        return self._versions.next_stage(self.holds(sink), version)
 
     def _members(self, stage: Stage, group: Sequence[str]) -> list[RelayMember]:
         """Who takes part: the group, and the sinks that have the version, or, where there are none, the trainer's relays."""
-        published = self._published[stage.version]
+        published = self._versions[stage.version]
         every = sorted(published.stream_bytes)
         members = [self._member(sink, [], every) for sink in group]
-        givers = [s for s in self._places if s not in group and self._can_give(s, stage)]
+        givers = [s for s in self._arenas.places if s not in group and self._arenas.can_give(s, stage, self._versions)]
         if givers:
             return members + [self._member(s, every, []) for s in givers]
-        sources = [name for name, place in self._places.items() if place.ranks]
+        sources = [name for name, place in self._arenas.places.items() if place.ranks]
         for name in sources:
-            own = sorted(s for rank in self._places[name].ranks for s in published.streams.get(rank, {}))
+            own = sorted(s for rank in self._arenas.places[name].ranks for s in published.streams.get(rank, {}))
             members.append(self._member(name, own, []))
         return members
 
-    def _can_give(self, relay: str, stage: Stage) -> bool:
-        """A sink that serves dedicated executors, has the version (and its deltas), and has failed nobody since its last greeting."""
-        place, hello, held = self._places[relay], self._workers.greeting(relay), self.holds(relay)
-        if place.feeds != "dedicated" or hello is None or self._suspect.get(relay) is hello:
-            return False
-        if stage.base == KEYFRAME:
-            return held == stage.version
-        oldest = max(held - self._retained, self._keyframed.get(relay, NOTHING))
-        return oldest < stage.version <= held and self._chain_reaches_from(stage, held)
-
-    def _chain_reaches_from(self, stage: Stage, held: int) -> bool:
-        return self._published[stage.version].base == stage.base and self._chain_reaches(stage.version, held)
-
     def _member(self, name: str, holds: list[int], wants: list[int]) -> RelayMember:
-        place, hello = self._places[name], self._workers.greeting(name)
+        place, hello = self._arenas.places[name], self._workers.greeting(name)
         if hello is None or hello.relay is None:
             raise TransferTimeout(f"{name} has not said where it can be reached", got=hello)
         return RelayMember(name, place.partition, place.node, holds, wants, hello.relay)
@@ -212,7 +145,7 @@ class Distribution:
 
     async def _generation_of(self, stage: Stage, group: Sequence[str]) -> _Generation:
         self._generation += 1
-        generation, published = self._generation, self._published[stage.version]
+        generation, published = self._generation, self._versions[stage.version]
         try:
             members = self._members(stage, group)
         except TransferTimeout as error:
@@ -232,7 +165,7 @@ class Distribution:
                 return _no_reply(self.holds(sink), str(error))
 
         replies = await asyncio.gather(*(ask(sink) for sink in group))
-        sinks = {m.name for m in members if m.holds and not self._places[m.name].ranks}
+        sinks = {m.name for m in members if m.holds and not self._arenas.places[m.name].ranks}
         givers = {sink: frozenset(tree.parents[sink].values()) & sinks for sink in group}
         return _Generation(dict(zip(group, replies, strict=True)), givers, greetings)
 
@@ -247,7 +180,7 @@ class Distribution:
 
     def _note(self, stage: Stage, published: Published, sink: str, generation: _Generation, trouble: _Trouble) -> bool:
         """Record a reply; whether the stage is done."""
-        reply, hello = generation.replies[sink], self._workers.greeting(sink)
+        reply = generation.replies[sink]
         if reply.fault:
             self._event("transfer_fault", sink, f"version {stage.version}: {reply.fault}")
             trouble.bad_buckets += not reply.lost
@@ -257,20 +190,12 @@ class Distribution:
             self._record(stage, published, sink, reply, verified)
             held = stage.version if verified else NOTHING
             if verified:
-                self._trust(sink, stage)
+                self._arenas.trust(sink, stage)
             else:
                 self._event("digest_mismatch", sink, f"version {stage.version}: got {reply.digest:016x}; a keyframe follows")
                 trouble.mismatches += not self._blame(stage, sink, generation.givers[sink])
-        if hello is not None:
-            self._held[sink] = (hello, held)
+        self._arenas.note_held(sink, held)
         return not reply.fault and held == stage.version
-
-    def _trust(self, sink: str, stage: Stage) -> None:
-        """It has brought in a version: it can be asked again, and after a keyframe its image is known to the last bit."""
-        self._suspect.pop(sink, None)
-        if stage.base == KEYFRAME:
-            self._doubted.discard(sink)
-            self._keyframed[sink] = stage.version
 
     def _blame(self, stage: Stage, sink: str, givers: frozenset[str]) -> bool:
         """A keyframe out of other sinks' images was wrong: whether one of those may be to blame. A delta's buckets are the trainer's."""
@@ -284,23 +209,18 @@ class Distribution:
         """Peers that failed somebody, as they were when they were asked: one that has come back meanwhile is another."""
         for reply in generation.replies.values():
             if reply.lost and (hello := generation.greetings.get(reply.lost)) is not None:
-                self._suspect[reply.lost] = hello
+                self._arenas.suspect(reply.lost, hello)
 
     def _note_restarts(self) -> None:
-        for name in self._places:
-            hello, known = self._workers.greeting(name), self._greeted.get(name)
-            if hello is None or hello is known:
-                continue
-            if known is not None:
-                self._event("relay_restarted", name, f"its arena holds version {hello.arena_version}")
-            self._greeted[name] = hello
+        for name, version in self._arenas.restarted():
+            self._event("relay_restarted", name, f"its arena holds version {version}")
 
     def _give_up(self, troubles: Mapping[str, _Trouble], version: int, end_s: float) -> None:
         if wrong := [sink for sink, trouble in troubles.items() if trouble.mismatches >= MISMATCHES]:
             raise DigestMismatch(
                 f"version {version} arrived damaged {MISMATCHES} times",
                 got=f"at {', '.join(wrong)}",
-                expected=f"digest {self._published[version].digest:016x}",
+                expected=f"digest {self._versions[version].digest:016x}",
                 remedy="check this node's memory and network",
             )
         if time.monotonic() > end_s:

@@ -26,8 +26,9 @@ from rose_hpc.messages import PublishVersion, UpdateRequest, UpdateResult, Versi
 from rose_hpc.metrics.writer import MetricsClient
 from rose_hpc.rollout.background import Background
 from rose_hpc.rollout.client import ExecutorError
-from rose_hpc.rollout.distribution import NOTHING, Distribution, Published
+from rose_hpc.rollout.distribution import Distribution
 from rose_hpc.rollout.fleet import Executor
+from rose_hpc.rollout.published import NOTHING, Published
 from rose_hpc.rollout.workers import WorkerPool
 from rose_hpc.weights.digest import combine
 

@@ -17,7 +17,9 @@ from rose_hpc.control import make_token, publish_address
 from rose_hpc.http_api import base_url, serving, tcp_site
 from rose_hpc.launch.preflight import find_mpiexec
 from rose_hpc.rollout.api import control_app
-from rose_hpc.rollout.distribution import Distribution, Place, Published
+from rose_hpc.rollout.distribution import Distribution
+from rose_hpc.rollout.known_arenas import Place
+from rose_hpc.rollout.published import Published
 from rose_hpc.rollout.workers import WorkerPool
 from rose_hpc.weights.arena import Arena
 from rose_hpc.weights.publisher import WeightPublisher
