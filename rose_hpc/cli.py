@@ -17,6 +17,7 @@ from rich.console import Console
 
 from rose_hpc import config as configuration
 from rose_hpc.bench.cli import app as bench_app
+from rose_hpc.coserve.serve_cli import lend, serve
 from rose_hpc.errors import RoseError
 from rose_hpc.traffic.cli import app as trace_app
 
@@ -29,6 +30,8 @@ model_app = typer.Typer(no_args_is_help=True, help="Make models.")
 app.add_typer(model_app, name="model")
 app.add_typer(trace_app, name="trace")
 app.add_typer(bench_app, name="bench")
+app.command()(serve)
+app.command()(lend)
 
 
 class Family(enum.StrEnum):

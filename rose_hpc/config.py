@@ -198,6 +198,10 @@ class GateConfig(Section):
         1.0, gt=0, description="a busy board that is older says nothing: hold while its writer lives, ignore it when dead"
     )
     headroom_frac: float = Field(0.3, ge=0, description="a predicted step must fit this much sooner than the slack ends")
+    idle_step_s: float | None = Field(
+        None, gt=0, description="longest that a step's prompts should take beside an idle serving engine; 0.1 × slo.ttft_s if not given"
+    )
+    kv_high_frac: float = Field(0.9, gt=0, description="use of serving's KV cache at which rollout gives up half of its own")
 
 
 class WeightsConfig(Section):

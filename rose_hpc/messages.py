@@ -62,7 +62,9 @@ class GenerateResult(Message, frozen=True):
     """What the engine sampled. The three lists have the same length: one entry per sampled token.
 
     logprobs: natural log, of the distribution sampled from (temperature applied). policy_versions: the version whose
-    weights produced the token. finish_reason: "stop" (a stop token, included), "length" or "abort" (partial tokens kept).
+    weights produced the token. finish_reason: "stop" (a stop token, included), "length" or "abort" (partial tokens kept). abort_reason:
+    "" where it did not end so; else "asked", "pressure" (serving ran short of KV cache), "revoked" (the engine is to end), or what an
+    AbortRequest said.
     """
 
     request_id: str
@@ -71,12 +73,14 @@ class GenerateResult(Message, frozen=True):
     policy_versions: list[int]
     finish_reason: str
     cached_tokens: int = 0
+    abort_reason: str = ""
 
 
 class AbortRequest(Message, frozen=True):
-    """End these requests now; their callers receive what was sampled so far, with finish_reason "abort"."""
+    """End these requests now; their callers receive what was sampled so far, with finish_reason "abort" and this reason."""
 
     request_ids: list[str]
+    reason: str = "asked"
 
 
 class UpdateRequest(Message, frozen=True):
@@ -124,11 +128,18 @@ class ExecutorInfo(Message, frozen=True):
 
 
 class AgentUp(Message, frozen=True):
-    """An agent's engines are ready for their first weights. url: base address of its API."""
+    """An agent's engines are ready for their first weights. url: base address of its API.
+
+    token: what opens it, of a lent node the lease's; "": the run's own.
+    """
 
     agent_id: str
     url: str
     executors: list[ExecutorInfo]
+    token: str = ""
+
+    def __repr__(self) -> str:
+        return f"AgentUp({self.agent_id}, {self.url}, {self.executors})"
 
 
 class LeaseRenewal(Message, frozen=True):
@@ -148,10 +159,14 @@ class DeviceSample(Message, frozen=True):
 
 
 class AgentStatus(Message, frozen=True):
-    """An agent's answer to a renewal: its lent devices, and the executors that are still there."""
+    """An agent's answer to a renewal: its lent devices, and the executors that are still there.
+
+    states: of those on lent devices, open, held or starved (coserve/progress.py); only an open one can be stalled.
+    """
 
     devices: list[DeviceSample]
     executor_ids: list[str]
+    states: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class Fault(Message, frozen=True):

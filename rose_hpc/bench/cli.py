@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -42,6 +43,35 @@ def weights(
 
     report = run(BenchOptions(link=not skip_link, image_bytes=image_mb << 20, repeats=repeats, seed=seed))
     if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        typer.echo(render(report))
+
+
+@app.command()
+def coserve(
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", help="Requests of the serving engine; without it, synthetic bursts.", exists=True, dir_okay=False),
+    ] = None,
+    seconds: Annotated[float | None, typer.Option(min=5, help="Of each mode. Default: as long as 1,050 requests take.")] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    profile: Annotated[bool, typer.Option("--profile", help="Only measure step times, as a gate's settings: two minutes.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, last.")] = False,
+) -> None:
+    """Measure what a serving engine notices of rollouts on its device, and what they harvest of its idle time, on one core.
+
+    Modes: serving alone, static co-location, quota only, gate only (also with long rollout prompts), both, and rollouts alone; in short
+    windows over the same pieces of a trace, shuffled, at about 30 % load. Then a rollout engine is revoked. Needs two cores; takes 25
+    minutes. Give it the machine alone: other load falsifies it.
+
+    Example: rose-hpc bench coserve --json --seconds 60
+    """
+    from rose_hpc.bench.coserve import CoserveOptions, run
+    from rose_hpc.bench.coserve_table import render
+
+    report = run(CoserveOptions(None if trace is None else trace.resolve(), seconds, seed, profile))
+    if as_json or profile:
         print(json.dumps(report, indent=2))
     else:
         typer.echo(render(report))

@@ -33,7 +33,7 @@ def _codec(codec: dict[str, Any]) -> str:
         f"{threads} threads, {100 * r['density']:g} % changed: encode × {r['encode_speedup']:.2f}, apply × {r['apply_speedup']:.2f}"
         for r in scaling
     ]
-    return "\n".join([title, _aligned([head, *(_codec_row(name, row) for name, row in rows)]), *more])
+    return "\n".join([title, aligned([head, *(_codec_row(name, row) for name, row in rows)]), *more])
 
 
 def _codec_row(name: str, r: dict[str, Any]) -> list[str]:
@@ -47,7 +47,7 @@ def _link(link: dict[str, Any]) -> str:
     head = ["way", "Gb/s", "delay", "receivers", "changed", "s", "MB over the link"]
     title = f"Link, 4 trainer ranks, image of {link['image_bytes'] / 1e6:.0f} MB; from the command to publish to the last receiver"
     wrong = f"{link['mismatches']} lanes differ from the trainer's, {len(link['faults'])} faults on the way"
-    return "\n".join([title, _aligned([head, *map(_link_row, link["rows"])]), wrong, "", *_engine(link["engine"])])
+    return "\n".join([title, aligned([head, *map(_link_row, link["rows"])]), wrong, "", *_engine(link["engine"])])
 
 
 def _link_row(r: dict[str, Any]) -> list[str]:
@@ -65,7 +65,7 @@ def _engine(engine: dict[str, Any]) -> list[str]:
     return [title, *rows]
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
+def aligned(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     first, *others = zip(*rows, strict=True)
     columns = [[cell.ljust(widths[0]) for cell in first]]

@@ -32,6 +32,7 @@ from rose_hpc.coserve.device import Device
 from rose_hpc.coserve.engine import is_cpu_build
 from rose_hpc.coserve.lease import Lease, granted_s
 from rose_hpc.coserve.processes import EngineProcess
+from rose_hpc.coserve.progress_watch import ProgressWatch
 from rose_hpc.coserve.relay_process import RelayProcess
 from rose_hpc.coserve.specs import AgentSpec, EngineOffer, EngineSpec
 from rose_hpc.errors import ControlError, RunFailed
@@ -69,6 +70,7 @@ class Agent:
         self._lease = Lease(spec.lease_ttl_s)
         device_cpus = spec.serving.device_cpus if spec.serving is not None and is_cpu_build() else []
         self._relay = None if spec.own_relay is None else RelayProcess(spec.own_relay, folder, spec.logs_dir, device_cpus)
+        self._watch = None if spec.serving is None else ProgressWatch(spec.serving.board)
         self._stop_requested = asyncio.Event()
         self._url = ""
 
@@ -195,7 +197,9 @@ class Agent:
 
     async def _answer_lease(self, request: web.Request) -> web.Response:
         self._lease.renew(granted_s((await received(request, LeaseRenewal)).ttl_s, self._spec.lease_ttl_s))
-        return reply(AgentStatus(self._samples(), [name for name, engine in self._engines.items() if engine.is_running]))
+        running = {name: engine for name, engine in self._engines.items() if engine.is_running}
+        states = {} if self._watch is None else {name: str(self._watch.state(engine.pid)) for name, engine in running.items()}
+        return reply(AgentStatus(self._samples(), list(running), states))
 
     def _samples(self) -> list[DeviceSample]:
         """None where the device cannot be measured now: the renewal counts all the same, so it must not look refused."""

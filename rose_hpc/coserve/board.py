@@ -6,8 +6,8 @@
 
 Payload of a record, little-endian, no padding; times are seconds of CLOCK_MONOTONIC:
 
-    stamp f64 | busy since f64 (NaN: idle) | prefill_token_s f64 | decode_base_s f64 | decode_request_s f64
-    | waiting total u32 | prefilling total u32 | decoding total u32 | batch u32 | entries w, p, d: 3 × u16
+    version u32 | stamp f64 | busy since f64 (NaN: idle) | prefill_token_s f64 | decode_base_s f64 | decode_request_s f64
+    | KV cache in use f64 (0 to 1) | waiting total u32 | prefilling total u32 | decoding total u32 | batch u32 | entries w, p, d: 3 × u16
     | w arrivals f64 | w prompt tokens u32 | p arrivals f64 | p prompt tokens u32 | d last tokens f64
 
 w, p, d ≤ 256. Of more requests the 256 with the least slack of each kind are kept, so that the least slack of all is exact;
@@ -33,10 +33,12 @@ from pathlib import Path
 
 from rose_hpc.coserve.slack import ServingState, StepTimes, WaitingRequest, latest_start_s
 from rose_hpc.coserve.slots import SlotReader, SlotWriter, Writer
-from rose_hpc.errors import EnvironmentFault
+from rose_hpc.errors import EnvironmentFault, RoseError
 
 ENTRIES = 256
-HEAD = struct.Struct("<5d4I3H")
+VERSION = 2  # of the record
+VERSION_FIELD = struct.Struct("<I")
+HEAD = struct.Struct("<I6d4I3H")
 CAPACITY_BYTES = HEAD.size + ENTRIES * (12 + 12 + 8)
 WAKE_RETRY_S = 0.1  # between two looks for a reader's end of the FIFO: one costs a failing open(2)
 DRAIN_BYTES = 65536  # capacity of a FIFO (pipe(7)): one read empties it
@@ -119,11 +121,13 @@ def encode(state: ServingState, times: StepTimes, stamp_s: float, busy_since_s: 
     waiting, prefilling = _tightest(state.waiting, times), _tightest(state.prefilling, times)
     decoding = state.last_token_s if len(state.last_token_s) <= ENTRIES else heapq.nsmallest(ENTRIES, state.last_token_s)
     return _layout(len(waiting), len(prefilling), len(decoding)).pack(
+        VERSION,
         stamp_s,
         math.nan if busy_since_s is None else busy_since_s,
         times.prefill_token_s,
         times.decode_base_s,
         times.decode_request_s,
+        state.kv_frac,
         len(state.waiting),
         len(state.prefilling),
         len(state.last_token_s),
@@ -140,14 +144,18 @@ def encode(state: ServingState, times: StepTimes, stamp_s: float, busy_since_s: 
 
 
 def decode(payload: bytes, sequence: int, writer: Writer) -> BoardReading:
-    """The reading that a record's payload holds; the payload is whole (slots.py)."""
+    """The reading that a record's payload holds; the payload is whole (slots.py). Raises RoseError: written by another version."""
+    if (version := VERSION_FIELD.unpack_from(payload)[0]) != VERSION:
+        raise RoseError(
+            "the board was written by another version", got=version, expected=VERSION, remedy="run the same rose_hpc on both sides"
+        )
     w, p, d = HEAD.unpack_from(payload)[-3:]
     fields = _layout(w, p, d).unpack(payload)
-    stamp_s, since_s, prefill_token_s, base_s, request_s, waiting, prefilling, decoding, batch = fields[:9]
-    entries = fields[12:]
+    _, stamp_s, since_s, prefill_token_s, base_s, request_s, kv_frac, waiting, prefilling, decoding, batch = fields[:11]
+    entries = fields[14:]
     rest = entries[2 * w :]
     return BoardReading(
-        state=ServingState(_requests(entries, w), _requests(rest, p), rest[2 * p :], batch),
+        state=ServingState(_requests(entries, w), _requests(rest, p), rest[2 * p :], batch, kv_frac),
         times=StepTimes(prefill_token_s, base_s, request_s),
         stamp_s=stamp_s,
         busy_since_s=None if math.isnan(since_s) else since_s,

@@ -1,6 +1,6 @@
 """Process of one rollout engine: `python -m rose_hpc.coserve.engine SPEC.json`.
 
-    start vLLM ─▶ listen on the Unix socket ─▶ serve ─▶ SIGTERM or SIGINT: end vLLM, exit 0
+    start vLLM ─▶ listen on the Unix socket ─▶ serve ─▶ SIGTERM or SIGINT: answer with partial tokens, end vLLM, exit 0
                                                    └──▶ vLLM dies, or an update fails half-way: exit 1
 
 It ends with its parent, and vLLM's processes end with it, also after SIGKILL (lifeline.py, weights/vllm_plugin.py).
@@ -91,6 +91,7 @@ async def run_engine(spec: EngineSpec) -> int:
             engine_app(engine, spec.executor_id, token), lambda runner: web.UnixSite(runner, str(spec.socket), backlog=BACKLOG)
         ):
             await first_of(stop=stop.wait(), broken=engine.broken())
+            await engine.revoke()  # leaving the context lets the partial answers out
         return 0
     finally:
         signal.alarm(CLOSE_DEADLINE_S)

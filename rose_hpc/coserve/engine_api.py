@@ -36,7 +36,8 @@ class EngineRoutes:
         return reply(await self._engine.generate(await received(request, GenerateRequest)))
 
     async def abort(self, request: web.Request) -> web.Response:
-        await self._engine.abort((await received(request, AbortRequest)).request_ids)
+        message = await received(request, AbortRequest)
+        await self._engine.abort(message.request_ids, message.reason)
         return done()
 
     async def pause(self, request: web.Request) -> web.Response:

@@ -69,7 +69,7 @@ class Lender:
 
     async def lend(self, device: Device, stop: asyncio.Event, board_deadline_s: float = BOARD_DEADLINE_S) -> None:
         """Lend until the run is over; then wait for the operator. Raises nothing: serving depends on it."""
-        if await self._board_shows(board_deadline_s):
+        if await board_shows(self._serving_spec.board, board_deadline_s):
             await self._stays(device, stop)
             say("the device is given back; serving goes on alone")
         await stop.wait()
@@ -85,18 +85,19 @@ class Lender:
             except Exception:  # the edge between the operator's side and the run's: nothing of the run may end serving
                 say(f"the rollout side failed, serving goes on: {traceback.format_exc()}")
 
-    async def _board_shows(self, deadline_s: float) -> bool:
-        """Whether the serving engine has published on the board within the deadline."""
-        try:
-            async with asyncio.timeout(deadline_s):
-                while not board_lives(self._serving_spec.board):
-                    await asyncio.sleep(BOARD_POLL_S)
-            return True
-        except TimeoutError:
-            say(f"the device is not lent, serving goes on: nothing on the board {self._serving_spec.board} within {deadline_s:g} s")
-        except (RoseError, OSError) as error:
-            say(f"the device is not lent, serving goes on: the board cannot be read: {error}")
-        return False
+
+async def board_shows(board: Path, deadline_s: float = BOARD_DEADLINE_S) -> bool:
+    """Whether the serving engine has published on the board within the deadline. Raises nothing: serving depends on it."""
+    try:
+        async with asyncio.timeout(deadline_s):
+            while not board_lives(board):
+                await asyncio.sleep(BOARD_POLL_S)
+        return True
+    except TimeoutError:
+        say(f"the device is not lent, serving goes on: nothing on the board {board} within {deadline_s:g} s")
+    except (RoseError, OSError) as error:
+        say(f"the device is not lent, serving goes on: the board cannot be read: {error}")
+    return False
 
 
 def board_lives(path: Path) -> bool:

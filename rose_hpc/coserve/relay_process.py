@@ -17,13 +17,15 @@ from rose_hpc.weights.relay_spec import RelaySpec
 
 RESTARTS = 10
 PAUSE_S = 0.2
+OUTLIVES = 2  # leases: when the controller falls silent the agent's own lease ends the relay, which must not be taken for a failure before
 
 
 class RelayProcess(OwnedProcess):
     """Async context manager: the relay lives inside of it. It has one node, and no MPI. off_cpus: cores of the device, not for it."""
 
     def __init__(self, spec: RelaySpec, folder: Path, logs_dir: Path, off_cpus: Collection[int] = ()) -> None:
-        self._relay_spec, self._spec_path, self._off_cpus = spec, folder / "relay.json", set(off_cpus)
+        self._relay_spec = spec.model_copy(update={"lease_ttl_s": OUTLIVES * spec.lease_ttl_s})
+        self._spec_path, self._off_cpus = folder / "relay.json", set(off_cpus)
         super().__init__(spec.nodes[0].name, logs_dir / f"{spec.nodes[0].name}.log", folder)
 
     async def __aenter__(self) -> RelayProcess:

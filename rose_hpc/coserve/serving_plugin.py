@@ -164,6 +164,7 @@ class Watch:
             prefilling=() if all_started else self._owing(running, now_s),
             last_token_s=tuple(started),
             batch=len(running),
+            kv_frac=scheduler.get_kv_cache_usage(),
         )
 
     def _owing(self, requests: Iterable[Request], now_s: float) -> tuple[WaitingRequest, ...]:

@@ -1,4 +1,4 @@
-"""The operator's serving engine as a child of its agent: a stock vLLM server with our plug-in flags, on a Unix socket.
+"""The operator's serving engine as a child of its agent: a stock vLLM server with our plug-in flags, on a Unix socket or a port.
 
 Its traffic never passes through us. Its life does not depend on any lease: it ends when the agent is told to end.
 """
@@ -28,7 +28,7 @@ def serving_command(spec: ServingSpec) -> list[str]:
     flags = {
         "--model": spec.model_dir,
         "--served-model-name": spec.model_dir.name,
-        "--uds": spec.socket,
+        **({"--uds": spec.socket} if spec.port is None else {"--host": spec.host, "--port": spec.port}),
         "--dtype": spec.engine.dtype,
         "--max-model-len": spec.engine.max_model_len,
         "--max-num-seqs": spec.engine.max_concurrency,
@@ -40,7 +40,7 @@ def serving_command(spec: ServingSpec) -> list[str]:
     }
     words = [str(word) for pair in flags.items() for word in pair]
     switches = ["--disable-uvicorn-access-log", *(["--enforce-eager"] if is_cpu_build() else [])]
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, *switches]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, *switches, *spec.flags]
 
 
 def serving_environment(spec: ServingSpec, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -51,8 +51,8 @@ def serving_environment(spec: ServingSpec, inherited: Mapping[str, str] = os.env
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "TMPDIR": str(spec.socket.parent),
-        "VLLM_RPC_BASE_PATH": str(spec.socket.parent),
+        "TMPDIR": str(spec.scratch_dir),
+        "VLLM_RPC_BASE_PATH": str(spec.scratch_dir),
     }
     return wanted | plugin_environment(inherited) | (cpu_environment(spec.engine.tensor_parallel, inherited) if is_cpu_build() else {})
 
@@ -61,7 +61,7 @@ class ServingProcess(OwnedProcess):
     """Async context manager: the server lives inside of it."""
 
     def __init__(self, spec: ServingSpec, log_path: Path) -> None:
-        super().__init__("serving engine", log_path, spec.socket.parent)
+        super().__init__("serving engine", log_path, spec.scratch_dir)
         self.spec = spec
 
     async def __aenter__(self) -> ServingProcess:
@@ -76,13 +76,16 @@ class ServingProcess(OwnedProcess):
         await self.until(self._answers, self.spec.engine.start_deadline_s)
 
     async def _answers(self) -> bool:
-        if not self.spec.socket.exists():
+        on_socket = self.spec.port is None
+        if on_socket and not self.spec.socket.exists():
             return False
         deadline = aiohttp.ClientTimeout(total=HEALTH_DEADLINE_S)
+        connector = aiohttp.UnixConnector(path=str(self.spec.socket)) if on_socket else aiohttp.TCPConnector()
+        base = "http://serving" if on_socket else self.spec.url
         try:
             async with (
-                aiohttp.ClientSession(connector=aiohttp.UnixConnector(path=str(self.spec.socket)), timeout=deadline) as session,
-                session.get("http://serving/health") as response,
+                aiohttp.ClientSession(connector=connector, timeout=deadline, trust_env=False) as session,
+                session.get(f"{base}/health") as response,
             ):
                 return response.status == 200
         except (aiohttp.ClientError, TimeoutError):

@@ -4,9 +4,11 @@
     decode slack of a request  = its last token + B_TPOT − now − T̂_decode(batch)
     slack                      = the least of all of them; infinite when nobody waits for a token
 
+and how much of a rollout step fits into it: the largest token budget whose predicted time ends before it does.
+
 Invariants (asserted by the tests)
 - Slack falls as fast as time passes, and never rises when a request is added.
-- A step that may run with less slack may run with more.
+- A token budget is never predicted to take longer than it may, and never gets smaller with more time.
 - T̂ is finite and never negative, whatever was measured.
 
 All times are seconds of one monotonic clock, passed in. Queueing is left out, as in the paper: each waiting request is judged
@@ -16,11 +18,13 @@ as if it were the next. This module knows no engine, board or clock.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 
 MIN_SPREAD = 0.25  # variance of the batch below which a slope cannot be told from noise
 EWMA_WEIGHT = 0.05  # of the newest step: a memory of some 20 steps
+LEAST_CHUNK_TOKENS = 16  # of a longer prompt: less is not worth the step's fixed cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +41,14 @@ class ServingState:
 
     waiting: not scheduled yet. prefilling: scheduled, before their first token. last_token_s: of each request past its first token.
     batch: requests that the engine's next step runs; may exceed the entries, where only the tightest were kept.
+    kv_frac: how much of its KV cache is in use, 0 to 1.
     """
 
     waiting: tuple[WaitingRequest, ...] = ()
     prefilling: tuple[WaitingRequest, ...] = ()
     last_token_s: tuple[float, ...] = ()
     batch: int = 0
+    kv_frac: float = 0.0
 
     @property
     def busy(self) -> bool:
@@ -74,6 +80,10 @@ class StepTimes:
         """T̂_decode of one step."""
         return self.decode_base_s + self.decode_request_s * batch
 
+    def step_s(self, prompt_tokens: int, batch: int) -> float:
+        """T̂ of one step with both."""
+        return self.decode_s(batch) + self.prefill_token_s * prompt_tokens
+
 
 def slack_s(state: ServingState, budgets: Budgets, times: StepTimes, now_s: float) -> float:
     """Seconds that the engine can lose now before some request breaks its budget; infinite when it owes nothing."""
@@ -89,9 +99,22 @@ def latest_start_s(request: WaitingRequest, times: StepTimes) -> float:
     return request.arrival_s - times.prefill_s(request.prompt_tokens)
 
 
-def may_run(slack_s: float, step_s: float, headroom_frac: float) -> bool:
-    """Whether a rollout step predicted to take step_s ends before the slack does, with headroom to spare."""
-    return step_s * (1 + headroom_frac) < slack_s
+def fitting_tokens(needs: Iterable[int], limit_s: float, times: StepTimes) -> int:
+    """Largest token budget of a step that is predicted to take less than limit_s; 0: none.
+
+    needs: tokens that each request still has to compute, in the order in which the scheduler spends the budget; 1: it decodes.
+    """
+    left_s, tokens = limit_s - times.decode_base_s, 0
+    if left_s <= 0:
+        return 0
+    for need in needs:
+        token_s = times.decode_request_s if need == 1 else times.prefill_token_s
+        if need * token_s >= left_s:
+            chunk = 0 if need == 1 else math.ceil(left_s / token_s) - 1
+            return tokens + (chunk if chunk >= LEAST_CHUNK_TOKENS else 0)
+        tokens += need
+        left_s -= need * token_s
+    return tokens
 
 
 class StepTimesFit:
@@ -108,6 +131,23 @@ class StepTimesFit:
         self._decode_steps = 0
         self._mean_batch = self._mean_s = self._variance = self._covariance = 0.0
         self._prefill_tokens = self._prefill_s = 0.0
+
+    @property
+    def knows_decode(self) -> bool:
+        """Whether a step that only decodes has been seen."""
+        return self._decode_steps > 0
+
+    @property
+    def knows_prefill(self) -> bool:
+        """Whether a step with prompt tokens has been seen."""
+        return self._prefill_tokens > 0
+
+    def scale(self, decode: float, prefill: float) -> None:
+        """What was measured so far was this many times as long as it should have been."""
+        self._mean_s, self._covariance = self._mean_s * decode, self._covariance * decode
+        self._prefill_s *= prefill
+        times = self.times
+        self.times = StepTimes(times.prefill_token_s * prefill, times.decode_base_s * decode, times.decode_request_s * decode)
 
     def observe(self, prompt_tokens: int, batch: int, step_s: float) -> None:
         """One step ran `batch` decoding requests and prompt_tokens of prefill in step_s."""

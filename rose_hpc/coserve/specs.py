@@ -32,16 +32,71 @@ class EngineSpec(EngineOffer):
     token_file: Path = Field(..., description="file of mode 0600 with the bearer token")
 
 
+RESERVED_FLAGS = ("--uds", "--host", "--port", "--model", "--scheduler-cls", "--additional-config")
+
+
 class ServingSpec(Section):
-    """The serving engine on a lent device."""
+    """The serving engine on a lent device. Its users talk to the Unix socket, or to host:port where a port is given."""
 
     model_dir: Path = Field(..., description="folder in Hugging Face format")
     socket: Path = Field(..., description="Unix socket that its users talk to")
+    host: str = Field("127.0.0.1", description="address to listen on, where a port is given")
+    port: int | None = Field(None, ge=1, le=65535)
+    scratch: Path | None = Field(None, description="private folder for scratch files; without one the socket's")
+    flags: list[str] = Field([], description="further flags of the vLLM server")
     board: Path = Field(..., description="shared-memory file on which it shows its state to the gate")
     engine: EngineConfig
     slo: SloConfig
     gate: GateConfig
     device_cpus: list[int] = Field(..., min_length=1)
+
+    @field_validator("flags")
+    @classmethod
+    def _ours_stay(cls, flags: list[str]) -> list[str]:
+        taken = [flag for flag in flags if flag.partition("=")[0] in RESERVED_FLAGS]
+        if taken:
+            raise ValueError(f"the agent sets these flags itself: {', '.join(taken)}")
+        return flags
+
+    @property
+    def scratch_dir(self) -> Path:
+        return self.socket.parent if self.scratch is None else self.scratch
+
+    @property
+    def url(self) -> str:
+        """Where its users reach it."""
+        reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        host = f"[{reachable}]" if ":" in reachable else reachable
+        return f"unix:{self.socket}" if self.port is None else f"http://{host}:{self.port}"
+
+
+class AttachSpec(Section):
+    """A serving engine that somebody else started, with our plug-in flags. model: its served name, or its folder; "": any."""
+
+    url: str = Field(..., description="http://HOST:PORT or unix:/PATH")
+    board: Path = Field(..., description="where its scheduler shows its state")
+    model: str = ""
+
+
+class ServeSpec(Section):
+    """A serving engine, and what of its device an operator's agent lends to whom.
+
+    serving: what starts it, or of an attached one what the gate and the device need to know. attach: always there for the agent itself.
+    """
+
+    name: str = Field(..., pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}$", description="of the agent in the registry")
+    serving: ServingSpec
+    attach: AttachSpec | None = None
+    registry: Path
+    logs_dir: Path
+    arena_root: Path = Path("/dev/shm")
+    host: str = Field("127.0.0.1", description="address on which runs reach the agent")
+    port: int = Field(0, ge=0, le=65535, description="0: any free port")
+    allow_models: list[Path] = Field([], description="folders of the models that runs may bring")
+    max_frac: float = Field(1.0, gt=0, le=1, description="most of the device that a run may ask for")
+    max_ttl_s: float = Field(10.0, gt=0, description="longest time without a renewal")
+    devices: int = Field(1, ge=1, description="that a lent engine may span")
+    unverified_tp: bool = Field(False, description="allow tensor parallelism beside a serving engine on GPUs")
 
 
 class AgentSpec(Section):

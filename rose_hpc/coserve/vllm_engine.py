@@ -13,6 +13,8 @@ Invariants
   the KV cache of requests in flight and drops the prefix cache.
 - A refused update changes nothing: the old version goes on serving.
 - No token leaves before the weights that it was sampled from are proved: answers wait for the proof of an update (weight_update.py).
+- An aborted request ends with the tokens, logprobs and versions that it has, and for a reason: `asked`, `revoked` (the engine is to
+  end), or what the scheduler says (rollout_plugin.py: `pressure`).
 
 Importing this module imports vLLM, which reads the environment: see engine.py, which sets it first. It does not listen on
 anything (engine_api.py).
@@ -23,6 +25,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from vllm import SamplingParams
@@ -39,6 +43,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from rose_hpc.coserve import rollout_plugin
+from rose_hpc.coserve.memory_return import WORKER_EXTENSION, watching
 from rose_hpc.coserve.specs import EngineSpec
 from rose_hpc.coserve.weight_update import Prepared, WeightUpdate
 from rose_hpc.errors import RunFailed
@@ -49,6 +54,7 @@ from rose_hpc.weights.vllm_plugin import BACKEND
 NO_VERSION = -1
 CORE_CLOSE_S = 1.5  # its teardown takes milliseconds, its interpreter's end seconds; then it is killed
 FINISH_REASONS = ("stop", "length", "abort")
+ASKED, REVOKED = "asked", "revoked"  # why a request was aborted
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +76,7 @@ def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-        worker_extension_cls="rose_hpc.weights.vllm_backend.RoseWorkerExtension",
+        worker_extension_cls="rose_hpc.weights.vllm_backend.RoseWorkerExtension" if spec.gate is None else WORKER_EXTENSION,
         disable_log_stats=True,
         **_gated(spec),
     )
@@ -91,12 +97,16 @@ class RolloutEngine:
         self._vocabulary = llm.model_config.get_vocab_size()
         self._control = asyncio.Lock()  # pause, resume and update, one at a time
         self._live: set[str] = set()
+        self._abort_reasons: dict[str, str] = {}  # of requests in flight
+        self._is_revoked = False
+        self.aborted: Counter[str] = Counter()  # requests so far, by reason
         self._serving: UpdateResult | None = None
         self._update = WeightUpdate(llm)
         self._proved = asyncio.Event()  # cleared from an update's pause to its proof
         self._proved.set()
         self._paused = False
         self._load_failed = asyncio.Event()
+        self._memory = watching(llm, spec.gate)
 
     @classmethod
     async def start(cls, spec: EngineSpec) -> RolloutEngine:
@@ -122,7 +132,7 @@ class RolloutEngine:
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Sample one turn. Cancelling the call aborts the request.
 
-        Raises Refused: 409 without weights or for a request id in flight, 400 for what vLLM cannot run, 503 when it is dying.
+        Raises Refused: 409 without weights or for a request id in flight, 400 for what vLLM cannot run, 503 when it is ending.
         """
         self._check(request)
         self._live.add(request.request_id)
@@ -135,10 +145,16 @@ class RolloutEngine:
             raise Refused(503, "vLLM failed", got=error) from error
         finally:
             self._live.discard(request.request_id)
+            asked = self._abort_reasons.pop(request.request_id, None)
+        if (reason := abort_reason(final.outputs[0], asked)) is not None:
+            self.aborted[reason] += 1
+            log.info("%s aborted (%s) with %d tokens", request.request_id, reason, len(final.outputs[0].token_ids))
         await self._proved.wait()  # for ever where the proof fails: then this process ends
-        return _result(request.request_id, final)
+        return _result(request.request_id, final, reason)
 
     def _check(self, request: GenerateRequest) -> None:
+        if self._is_revoked:
+            raise Refused(503, "this engine is ending", got=REVOKED)
         if self._serving is None:
             raise Refused(409, "no policy version applied yet", remedy="send an update first")
         if request.request_id in self._live:
@@ -154,10 +170,16 @@ class RolloutEngine:
         if not 0 <= min(request.prompt_token_ids) <= max(request.prompt_token_ids) < self._vocabulary:
             raise Refused(400, "token id outside of the vocabulary", expected=f"0 to {self._vocabulary - 1}")
 
-    async def abort(self, request_ids: list[str]) -> None:
+    async def abort(self, request_ids: Iterable[str], reason: str = ASKED) -> None:
         """End these now; their `generate` returns the partial tokens. Ids not in flight are ignored."""
         if known := [r for r in request_ids if r in self._live]:
+            self._abort_reasons.update(dict.fromkeys(known, reason))
             await self._llm.abort(known)
+
+    async def revoke(self) -> None:
+        """Take no more requests and end those in flight: their callers get the partial tokens before the process ends."""
+        self._is_revoked = True
+        await self.abort(list(self._live), REVOKED)
 
     async def pause(self) -> None:
         """Freeze all requests, new ones included, between two steps."""
@@ -213,7 +235,16 @@ class RolloutEngine:
 
     def close(self) -> None:
         """End vLLM and its processes, whatever is in flight."""
+        if self._memory is not None:
+            self._memory.cancel()
         self._llm.shutdown(timeout=CORE_CLOSE_S)
+
+
+def abort_reason(completion: CompletionOutput, asked: str | None) -> str | None:
+    """Why a request ended early; None: it did not. asked: for what reason the engine was told to, if it was."""
+    if completion.finish_reason != "abort":
+        return None
+    return asked or (completion.stop_reason if isinstance(completion.stop_reason, str) else ASKED)
 
 
 def _sampling(request: GenerateRequest) -> SamplingParams:
@@ -230,7 +261,7 @@ def _sampling(request: GenerateRequest) -> SamplingParams:
     )
 
 
-def _result(request_id: str, output: RequestOutput) -> GenerateResult:
+def _result(request_id: str, output: RequestOutput, reason: str | None = None) -> GenerateResult:
     """Raises Refused 500: vLLM ended the request for a reason of its own, or not every token has its logprob and version."""
     completion = output.outputs[0]
     if completion.finish_reason not in FINISH_REASONS:
@@ -251,6 +282,7 @@ def _result(request_id: str, output: RequestOutput) -> GenerateResult:
         policy_versions=versions,
         finish_reason=completion.finish_reason,
         cached_tokens=output.num_cached_tokens if output.num_cached_tokens is not None else 0,
+        abort_reason="" if reason is None else reason,
     )
 
 

@@ -114,7 +114,7 @@ class AgentPool:
             old.cancel()
             await asyncio.gather(old, return_exceptions=True)
             await self._clients[agent.agent_id].close()
-        self._clients[agent.agent_id] = AgentClient(agent, self._token)
+        self._clients[agent.agent_id] = AgentClient(agent, agent.token or self._token)
         self._tasks[agent.agent_id] = self._background.spawn(
             self._renew(self._clients[agent.agent_id]), f"renewing the lease of {agent.agent_id}"
         )

@@ -178,7 +178,7 @@ class StepRun:
         if not trajectory.accepts(request.request_id):
             return  # too late: the turn was displaced and is being sampled elsewhere
         if result.finish_reason == "abort":
-            self._lost(trajectory, request.request_id, "ended as abort")
+            self._lost(trajectory, request.request_id, f"aborted ({result.abort_reason})")
             return
         if (fault := answer_fault(request, result)) is not None:
             self._lost(trajectory, request.request_id, fault)

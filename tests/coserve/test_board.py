@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rose_hpc.coserve.board import ENTRIES, BoardReader, BoardWriter, WakeReceiver, WakeSender, decode, encode, wake_path
 from rose_hpc.coserve.slack import Budgets, ServingState, StepTimes, WaitingRequest, slack_s
 from rose_hpc.coserve.slots import Writer
-from rose_hpc.errors import EnvironmentFault
+from rose_hpc.errors import EnvironmentFault, RoseError
 
 TIMES = StepTimes(0.001, 0.004, 0.0005)
 BUSY = ServingState(waiting=(WaitingRequest(1.0, 5),))
@@ -32,6 +32,7 @@ def crowd(most: int) -> st.SearchStrategy[ServingState]:
         st.lists(requests, max_size=most).map(tuple),
         st.lists(seconds, max_size=most).map(tuple),
         st.integers(0, 2**32 - 1),
+        st.floats(0, 1),
     )
 
 
@@ -60,6 +61,13 @@ def test_the_least_slack_survives_any_crowd(base: ServingState, copies: int, ttf
     assert slack_s(reading.state, budgets, TIMES, now_s) == slack_s(state, budgets, TIMES, now_s)
     assert reading.waiting_total == len(state.waiting)
     assert len(reading.state.waiting) == min(ENTRIES, len(state.waiting))
+
+
+def test_a_record_of_another_version_is_refused() -> None:
+    payload = bytearray(encode(BUSY, TIMES, 0.0, None))
+    payload[0] += 1
+    with pytest.raises(RoseError, match="another version"):
+        decode(bytes(payload), 1, NOBODY)
 
 
 def test_of_more_requests_than_fit_the_tightest_are_kept_and_all_are_counted() -> None:

@@ -58,7 +58,7 @@ def request(name: str, prompt: int, computed: int = 0, flying: int = 0) -> Simpl
 
 
 def engine(running: list[SimpleNamespace], waiting: list[SimpleNamespace]) -> SimpleNamespace:
-    return SimpleNamespace(running=running, waiting=waiting, kv_holding_waiting=[])
+    return SimpleNamespace(running=running, waiting=waiting, kv_holding_waiting=[], get_kv_cache_usage=lambda: 0.25)
 
 
 def step(scheduled: dict[str, int], preempted: set[str] | None = None) -> SimpleNamespace:
@@ -85,7 +85,7 @@ def test_a_request_is_followed_from_its_arrival_to_its_end(plugin: Any, path: Pa
     watch.scheduled(engine([a], []), step({"a": 60}))
     a.num_in_flight_tokens = 0
     watch.stepped(engine([a], []), step({"a": 60}), {})
-    assert read(reader).state == ServingState(prefilling=(WaitingRequest(waiting.arrival_s, 40),), batch=1)
+    assert read(reader).state == ServingState(prefilling=(WaitingRequest(waiting.arrival_s, 40),), batch=1, kv_frac=0.25)
     watch.scheduled(engine([a], []), step({"a": 40}))
     watch.stepped(engine([a], []), step({"a": 40}), tokens("a"))
     seen = read(reader)
@@ -154,7 +154,7 @@ def test_a_plug_in_that_fails_shuts_the_gate_and_leaves_the_scheduler_alone(plug
     scheduler._tell(lambda rose: rose.publish(object()))  # not a scheduler as we know it
     scheduler._tell(lambda rose: pytest.fail("it has given up"))
     gate = Gate(GateSettings(path, ttft_s=10, tpot_s=10, hold_cap_s=0.01, stale_s=60, headroom_frac=0))
-    assert not gate.admit(0.0)
+    assert not gate.admit([1], 2048)
     gate.close()
 
 

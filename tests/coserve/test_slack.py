@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose_hpc.coserve.slack import Budgets, ServingState, StepTimes, StepTimesFit, WaitingRequest, may_run, slack_s
+from rose_hpc.coserve.slack import (
+    LEAST_CHUNK_TOKENS,
+    Budgets,
+    ServingState,
+    StepTimes,
+    StepTimesFit,
+    WaitingRequest,
+    fitting_tokens,
+    slack_s,
+)
 
 BUDGETS = Budgets(ttft_s=0.5, tpot_s=0.15)
 TIMES = StepTimes(prefill_token_s=0.001, decode_base_s=0.004, decode_request_s=0.0005)
@@ -51,13 +60,34 @@ def test_the_tightest_request_decides() -> None:
 
 def test_an_engine_that_owes_nothing_has_infinite_slack() -> None:
     assert slack_s(ServingState(), BUDGETS, TIMES, now_s=1e9) == math.inf
-    assert may_run(math.inf, step_s=1e6, headroom_frac=0.3)
 
 
-def test_a_step_must_fit_with_its_headroom() -> None:
-    assert may_run(0.131, step_s=0.1, headroom_frac=0.3)
-    assert not may_run(0.129, step_s=0.1, headroom_frac=0.3)
-    assert not may_run(0.0, step_s=0.0, headroom_frac=0.3)
+def spent(needs: list[int], tokens: int) -> tuple[int, int]:
+    """Prompt tokens and decoding requests that a scheduler serves from a budget, in order."""
+    prompt = batch = 0
+    for need in needs:
+        took = min(need, tokens)
+        tokens -= took
+        prompt, batch = (prompt, batch + took) if need == 1 else (prompt + took, batch)
+    return prompt, batch
+
+
+def test_the_budget_ends_where_the_time_does() -> None:
+    line = StepTimes(prefill_token_s=0.001, decode_base_s=0.010, decode_request_s=0.002)
+    needs = [1, 1, 1, 500, 40]
+    assert fitting_tokens(needs, 0.010, line) == 0
+    assert fitting_tokens(needs, 0.0125, line) == 1  # a part of those that decode
+    assert fitting_tokens(needs, 0.0165, line) == 3
+    assert fitting_tokens(needs, 0.0165 + 0.001 * (LEAST_CHUNK_TOKENS - 1), line) == 3  # too little of the prompt to be worth it
+    assert fitting_tokens(needs, 0.1165, line) == 3 + 100
+    assert fitting_tokens(needs, 0.5365, line) == 3 + 500 + 20
+    assert fitting_tokens(needs, math.inf, line) == sum(needs)
+
+
+def test_a_prompt_that_is_short_fits_whole_or_waits() -> None:
+    line = StepTimes(prefill_token_s=0.001, decode_base_s=0.0, decode_request_s=0.0)
+    assert fitting_tokens([5], 0.0051, line) == 5
+    assert fitting_tokens([5], 0.0049, line) == 0
 
 
 @given(states, budgets, times, seconds, st.floats(0, 1e3))
@@ -79,9 +109,28 @@ def test_another_request_never_adds_slack(
     assert all(slack_s(m, budget, step, now_s) <= slack for m in more)
 
 
-@given(st.floats(-10, 10), st.floats(0, 10), st.floats(0, 10), st.floats(0, 2))
-def test_a_step_that_may_run_with_less_slack_may_run_with_more(slack: float, more: float, step: float, headroom: float) -> None:
-    assert not may_run(slack, step, headroom) or may_run(slack + more, step, headroom)
+works = st.lists(st.just(1) | st.integers(1, 2000), max_size=40)
+limits = st.floats(-1, 10)
+
+
+@given(works, limits, times)
+def test_a_budget_is_never_predicted_to_overrun(needs: list[int], limit_s: float, line: StepTimes) -> None:
+    tokens = fitting_tokens(needs, limit_s, line)
+    assert 0 <= tokens <= sum(needs)
+    assert not tokens or line.step_s(*spent(needs, tokens)) <= limit_s * (1 + 1e-9)
+
+
+@given(works, limits, st.floats(0, 10), times)
+def test_more_time_is_never_fewer_tokens(needs: list[int], limit_s: float, more_s: float, line: StepTimes) -> None:
+    assert fitting_tokens(needs, limit_s, line) <= fitting_tokens(needs, limit_s + more_s, line)
+
+
+@given(st.integers(0, 40), st.integers(LEAST_CHUNK_TOKENS, 2000), st.floats(0.01, 1), times)
+def test_the_budget_is_the_largest_that_fits(batch: int, prompt: int, limit_s: float, line: StepTimes) -> None:
+    needs = [1] * batch + [prompt]
+    tokens = fitting_tokens(needs, limit_s, line)
+    more = max(tokens + 1, batch + LEAST_CHUNK_TOKENS) if tokens >= batch else tokens + 1
+    assert more > sum(needs) or line.step_s(*spent(needs, more)) >= limit_s * (1 - 1e-9)
 
 
 steps = st.tuples(st.integers(0, 4096), st.integers(0, 256), st.floats(0, 60))
@@ -114,3 +163,15 @@ def test_the_fit_follows_an_engine_that_slows_down() -> None:
     for step_s in [0.01] * 100 + [0.03] * 100:
         fit.observe(0, 4, step_s)
     assert fit.times.decode_s(4) == pytest.approx(0.03, rel=0.02)
+
+
+def test_what_was_measured_can_be_taken_back_in_part() -> None:
+    fit = StepTimesFit(StepTimes(0.0, 0.0, 0.0))
+    for batch in (2, 10) * 20:
+        fit.observe(0, batch, 0.01 + 0.001 * batch)
+    fit.observe(100, 2, 0.012 + 0.1)
+    fit.scale(0.5, 0.25)
+    assert fit.times.decode_s(2) == pytest.approx(0.006, rel=0.02)
+    assert fit.times.prefill_token_s == pytest.approx(0.00025, rel=0.02)
+    fit.observe(0, 10, 0.01)  # as long as the line now says: it stays
+    assert fit.times.decode_s(10) == pytest.approx(0.01, rel=0.02)

@@ -1,0 +1,243 @@
+"""Lending one device: the lease book with a clock, and the stay of the lease that has the device.
+
+    ask ─▶ book.grant ─▶ stay starts ─▶ up ─▶ … ─▶ lease over (lease_book.py) ─▶ stay ends ─▶ book.vacate ─▶ free for the next
+                            └─ engine or relay ends ─▶ over: engine_lost ─────────▲
+
+One stay at a time, and whatever befalls it, the lending goes on: `run` returns never. It speaks no HTTP (lease_api.py, operator_api.py)
+and does not touch serving (serving_agent.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import psutil
+from pydantic import ValidationError
+
+from rose_hpc.config import EngineConfig
+from rose_hpc.coserve.agent import say
+from rose_hpc.coserve.device import Device
+from rose_hpc.coserve.lease_book import RUN_ID, Ask, Lease, LeaseBook, LeaseRefused, Reason, Terms
+from rose_hpc.coserve.lease_messages import LeaseAsk, LeaseGranted, LeaseState, LendChange, LendStatus
+from rose_hpc.coserve.stay import Stay
+from rose_hpc.errors import RoseError
+from rose_hpc.http_api import Refused, first_of
+from rose_hpc.messages import AgentStatus, DeviceSample
+
+CLEARING_DEADLINE_S = 20.0  # of a change that revokes a lease; the device is free long before its processes are all reaped
+
+StayMaker = Callable[[LeaseAsk, EngineConfig, Path], Stay]
+
+
+class Lending:
+    """See the module's docstring. folder: private, for what the leases need; make_stay: from an ask and the lease's own folder."""
+
+    def __init__(
+        self,
+        agent_id: str,
+        terms: Terms,
+        device: Device,
+        folder: Path,
+        make_stay: StayMaker,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.agent_id, self._device, self._folder, self._make_stay, self._clock = agent_id, device, folder, make_stay, clock
+        self._book = LeaseBook(terms)
+        self._wanted: tuple[Lease, LeaseAsk, EngineConfig] | None = None
+        self._stay: Stay | None = None
+        self._changed = asyncio.Event()  # the book has; for `run` alone
+        self.terms_changed = asyncio.Event()
+        self._freed: dict[str, asyncio.Event] = {}
+        self._last = ""
+
+    @property
+    def terms(self) -> Terms:
+        return self._book.terms
+
+    # ── the run's side ──
+
+    def ask(self, ask: LeaseAsk) -> LeaseGranted:
+        """Grant a lease, whose engine then starts. Raises LeaseRefused: nothing has changed."""
+        engine = engine_config(ask)
+        lease_id, token = secrets.token_hex(6), secrets.token_urlsafe(32)
+        now_s = self._clock()
+        check_names(ask)
+        wish = self._as_ask(ask, engine)
+        lease = self._book.grant(wish, lease_id, token, free_host_bytes(self._folder), now_s)
+        self._freed[lease_id] = asyncio.Event()
+        self._wanted = lease, msgspec.structs.replace(ask, model=str(wish.model)), engine  # the list's own path, not the run's
+        self._changed.set()
+        say(f"lease {lease_id}: granted to run {lease.run_id}")
+        return LeaseGranted(lease_id, token, lease.expires_s - now_s)
+
+    def _as_ask(self, ask: LeaseAsk, engine: EngineConfig) -> Ask:
+        """The model's path without links. Where the device's memory is the host's, the KV cache lies there, too."""
+        kv_bytes = 0 if self.terms.is_gpu else engine.kv_cache_bytes
+        if ask.arena_bytes <= 0:
+            raise LeaseRefused(400, "unusable size of the arena", got=f"{ask.arena_bytes} bytes", expected="what the model's weights need")
+        return Ask(
+            run_id=ask.run_id,
+            model=Path(os.path.realpath(ask.model)),
+            tensor_parallel=engine.tensor_parallel,
+            ceiling_frac=ask.ceiling_frac,
+            ttl_s=ask.ttl_s,
+            host_bytes=ask.arena_bytes + kv_bytes,
+        )
+
+    def opened(self, token: str) -> Lease:
+        """The lease that a token opens. Raises LeaseRefused: 401, 410."""
+        return self._book.opened(token, self._clock())
+
+    def renew(self, lease: Lease, ttl_s: float) -> AgentStatus:
+        """Keep the lease. Raises LeaseRefused: 400, 410."""
+        self._book.renew(lease.lease_id, ttl_s, self._clock())
+        self._changed.set()
+        if self._stay is None or not self._stay.is_up:
+            return AgentStatus([], [])
+        name = self._stay.executor_id
+        return AgentStatus(self._samples(), [name], {name: self._stay.state()})
+
+    def release(self, lease: Lease) -> None:
+        """The run is done with it."""
+        self._end(lease.lease_id, Reason.RELEASED)
+
+    def press(self) -> None:
+        """Serving needs the memory of the lent engine: the lease is over."""
+        if self._book.current is not None:
+            self._end(self._book.current.lease_id, Reason.PRESSURE)
+
+    def state(self, lease: Lease) -> LeaseState:
+        stay = self._stay
+        states = {} if stay is None else {stay.executor_id: str(stay.state())}
+        return LeaseState(lease.lease_id, max(lease.expires_s - self._clock(), 0.0), stay is not None and stay.is_up, states)
+
+    def stay(self) -> Stay:
+        """What runs for the held lease. Raises Refused 503 while it starts."""
+        if self._stay is None or not self._stay.is_up:
+            raise Refused(503, "the engine is starting", remedy="ask again; renew the lease meanwhile")
+        return self._stay
+
+    def reason_of(self, lease_id: str) -> str:
+        """Why a lease is over, "" while it is held."""
+        lease = self._book.find(lease_id)
+        return "" if lease is None or lease.reason is None else lease.reason.value
+
+    def _samples(self) -> list[DeviceSample]:
+        """None where the device cannot be measured now: the renewal counts all the same."""
+        try:
+            return [self._device.sample()]
+        except Exception as error:  # counters written by another program: no reason to refuse a renewal
+            say(f"the device's use cannot be measured: {error!r}")
+            return []
+
+    # ── the operator's side ──
+
+    async def change(self, change: LendChange) -> LendStatus:
+        """New terms. Returns when the device is free, where they revoke the lease that has it. Raises LeaseRefused 400."""
+        begin_s, before = time.monotonic(), self._book.current
+        self._book.change(change.lending, change.max_frac)
+        self.terms_changed.set()
+        self._changed.set()
+        if before is None or self._book.current is None or self._book.current.held:
+            return self.status()
+        stay = self._stay
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLEARING_DEADLINE_S):
+                await self._freed[before.lease_id].wait()
+        free_s = time.monotonic() if stay is None or stay.freed_s is None else stay.freed_s
+        return self.status(free_s - begin_s)
+
+    def status(self, freed_s: float | None = None) -> LendStatus:
+        lease, stay, terms = self._book.current, self._stay, self._book.terms
+        held = lease is not None and lease.held
+        return LendStatus(
+            agent_id=self.agent_id,
+            state=("held" if held else "clearing") if lease is not None else ("free" if terms.lending else "off"),
+            max_frac=terms.max_frac,
+            quota=self._device.quota,
+            run_id="" if lease is None else lease.run_id,
+            lease_id="" if lease is None else lease.lease_id,
+            left_s=max(lease.expires_s - self._clock(), 0.0) if lease is not None and held else 0.0,
+            states={stay.executor_id: str(stay.state())} if stay is not None and stay.is_up else {},
+            freed_s=freed_s,
+            last=self._last,
+        )
+
+    def _end(self, lease_id: str, reason: Reason) -> None:
+        self._book.end(lease_id, reason)
+        self._changed.set()
+
+    # ── the stays ──
+
+    async def run(self) -> None:
+        """One stay after the other, for ever."""
+        while True:
+            self._changed.clear()
+            if self._wanted is not None:
+                (lease, ask, engine), self._wanted = self._wanted, None
+                await self._see_through(lease, ask, engine)
+            else:
+                await self._changed.wait()
+
+    async def _see_through(self, lease: Lease, ask: LeaseAsk, engine: EngineConfig) -> None:
+        folder = self._folder / f"lease-{lease.lease_id}"
+        try:
+            folder.mkdir(mode=0o700)
+            async with self._make_stay(ask, engine, folder) as stay:
+                self._stay = stay
+                await first_of(over=self._over(lease.lease_id), lost=stay.work())
+        except RoseError as error:
+            say(f"lease {lease.lease_id}: {error}")
+        except Exception:  # the edge between the operator's side and the run's: nothing of the run may end the lending
+            say(f"lease {lease.lease_id}: {traceback.format_exc()}")
+        finally:
+            self._clear(lease.lease_id, folder)
+
+    async def _over(self, lease_id: str) -> None:
+        """Returns when the lease is over, for whatever reason."""
+        while (lease := self._book.find(lease_id)) is not None and lease.held:
+            self._changed.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), max(lease.expires_s - self._clock(), 0.0))
+            self._book.expire(self._clock())
+
+    def _clear(self, lease_id: str, folder: Path) -> None:
+        """Nothing of it runs any more."""
+        self._stay = None
+        self._book.end(lease_id, Reason.ENGINE_LOST)
+        self._last = f"lease {lease_id}: {self.reason_of(lease_id)}"
+        self._book.vacate(lease_id)
+        self._freed.pop(lease_id).set()
+        shutil.rmtree(folder, ignore_errors=True)
+        say(f"{self._last}; the device is free")
+
+
+def engine_config(ask: LeaseAsk) -> EngineConfig:
+    """The engine that is asked for. Raises LeaseRefused 400: keys unknown, values out of range."""
+    try:
+        return EngineConfig.model_validate(ask.engine)
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise LeaseRefused(400, "unusable engine", got=problems, expected=", ".join(EngineConfig.model_fields)) from error
+
+
+def check_names(ask: LeaseAsk) -> None:
+    """Raises LeaseRefused 400: a name that cannot name a file."""
+    names = [ask.executor_id] if ask.relay is None else [ask.executor_id, ask.relay.name]
+    for name in names:
+        if RUN_ID.fullmatch(name) is None or name in (".", ".."):
+            raise LeaseRefused(400, "unusable name", got=repr(name[:80]), expected=RUN_ID.pattern)
+
+
+def free_host_bytes(folder: Path) -> int:
+    """What an arena in this folder may take: the machine's memory that is available, and room on the file system, which may be memory."""
+    return min(psutil.virtual_memory().available, shutil.disk_usage(folder).free)

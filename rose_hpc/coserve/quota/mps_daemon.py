@@ -1,0 +1,264 @@
+"""An MPS control daemon of our own: one per agent, for the devices that it lends. Not yet verified on a GPU.
+
+    ROOT/               0700
+        owner.lock      flock(2) by the agent that lives
+        commands.lock   flock(2) around each command (mps_control.py)
+        pipe/           0700, CUDA_MPS_PIPE_DIRECTORY: the daemon's sockets and its pid file
+        log/            0700, CUDA_MPS_LOG_DIRECTORY: control.log, server.log; start.log is what the start said
+
+                 ┌─ none there ──────────▶ `-d` ─ answers ─┐
+    start ───────┼─ there already, ours ─▶ adopted ────────┼──▶ up ── close ─┬─ nobody computes under it ─▶ quit, TERM, KILL by pid
+                 └─ another's, or not                      │                 └─ a serving engine does ────▶ left, to be adopted
+                    to be had ──▶ EnvironmentFault         └─ it dies: alive() is False, health() raises DaemonGone
+
+Invariants
+- It outlives its agent for as long as something computes under it: killing the agent must not cost the serving engine a request.
+- Only this user reaches it. Folders and processes of others are never touched, joined or ended.
+- Devices are named by UUID: numbers change their meaning under MPS (NVIDIA, "CUDA_VISIBLE_DEVICES").
+
+A daemon that died cannot be replaced under a serving engine that runs: what is started later joins the new one, apart from it. So it
+is not restarted here; its device is given back and serving goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from rose_hpc.coserve.quota.mps_control import Client, DaemonGone, MpsControl, MpsFolders, daemon_environment, try_lock
+from rose_hpc.coserve.quota.mps_node import (
+    DEVICES_VARIABLE,
+    POLL_S,
+    check_socket_path,
+    checked_devices,
+    each,
+    find_executable,
+    gone,
+    lives,
+    make_private,
+    may_compute,
+    refuse_competitors,
+    running_daemon,
+    servers_of,
+    until,
+)
+from rose_hpc.errors import EnvironmentFault, RunFailed
+
+START_DEADLINE_S = 10.0
+STOP_DEADLINE_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class MpsHealth:
+    """servers: pid → state. clients: what computes under them."""
+
+    daemon: int
+    servers: dict[int, str]
+    clients: tuple[Client, ...]
+
+    @property
+    def faulted(self) -> bool:
+        """A client has faulted: every client that shares its GPU has lost its contexts, serving too."""
+        return "FAULT" in self.servers.values()
+
+
+class MpsDaemon:
+    """root: its folder, made if absent. devices: UUIDs of all that is lent. executable: None looks it up on PATH.
+
+    Raises at construction ConfigError for a device that is no UUID, EnvironmentFault for a missing executable or too long a path.
+    """
+
+    def __init__(self, root: Path, devices: Sequence[str], executable: Path | None = None) -> None:
+        self.folders, self.devices = MpsFolders(root.absolute()), checked_devices(devices)
+        check_socket_path(self.folders.pipes)
+        self._executable = find_executable(executable)
+        self.control = MpsControl(self.folders, self._executable)
+        self._owner: int | None = None
+        self._process: psutil.Process | None = None
+
+    def start(self, deadline_s: float = START_DEADLINE_S) -> None:
+        """It answers on return. Raises EnvironmentFault when it cannot be had; then nothing is left running that we started."""
+        self._own_folders()
+        try:
+            left = running_daemon(self.folders)
+            if left is None:
+                self._clear_orphans()
+                refuse_competitors(self.devices, self.folders.pipes)
+                self._launch(deadline_s)
+            else:
+                self._adopt(left)
+        except BaseException:
+            self._disown()
+            raise
+
+    def alive(self) -> bool:
+        """Whether its process lives. Costs a look into /proc: to be asked often."""
+        return self._process is not None and not gone(self._process)
+
+    def health(self) -> MpsHealth:
+        """Raises DaemonGone when it died, DaemonSilent when it does not answer, RunFailed otherwise."""
+        if self._process is None or not self.alive():
+            raise DaemonGone(
+                "the MPS control daemon has died", got=f"nothing at {self.folders.pipes}", remedy=f"see {self.folders.logs}/control.log"
+            )
+        servers = {pid: self.control.server_state(pid) for pid in self.control.servers()}
+        return MpsHealth(self._process.pid, servers, tuple(self.control.clients()))
+
+    def close(self, deadline_s: float = STOP_DEADLINE_S) -> None:
+        """End it and its servers, unless something computes under it: then leave it to the next agent.
+
+        Raises EnvironmentFault when a process of it does not even end on SIGKILL.
+        """
+        try:
+            if self._process is not None:
+                if users := self._users(deadline_s / 4):
+                    log.warning("the MPS control daemon %d stays: processes %s compute under it", self._process.pid, users)
+                else:
+                    self._end(deadline_s * 3 / 4)
+        finally:
+            self._disown()
+
+    # ── start ──
+
+    def _own_folders(self) -> None:
+        for folder in (self.folders.root, self.folders.pipes, self.folders.logs):
+            make_private(folder)
+        owner = os.open(self.folders.root / "owner.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        if not try_lock(owner):
+            os.close(owner)
+            raise EnvironmentFault(
+                "another agent owns this MPS folder", got=self.folders.root, remedy="give each agent a folder of its own"
+            )
+        self._owner = owner
+
+    def _disown(self) -> None:
+        if self._owner is not None:
+            os.close(self._owner)
+        self._owner = self._process = None
+
+    def _adopt(self, left: psutil.Process) -> None:
+        """Take over what a killed agent left, or the operator started, if it is what we would have started."""
+        before = left.environ().get(DEVICES_VARIABLE, "").split(",")
+        self._process = left
+        try:
+            clients = self.control.clients()
+        except RunFailed as failure:
+            raise EnvironmentFault(
+                "the MPS control daemon that is there already does not answer",
+                got=f"process {left.pid}: {failure.what}",
+                remedy="end what computes under it, then this process and those below it",
+            ) from failure
+        if set(before) == set(self.devices):
+            log.info("adopted the MPS control daemon %d with %d clients", left.pid, len(clients))
+            return
+        if users := self._users(STOP_DEADLINE_S):
+            raise EnvironmentFault(
+                "the MPS control daemon that is there already has other devices, and is in use",
+                got=f"{','.join(before)}, used by processes {users}",
+                expected=",".join(self.devices),
+                remedy="lend the same devices, or restart the serving engine",
+            )
+        self._end(STOP_DEADLINE_S)
+        make_private(self.folders.pipes)
+        self._launch(START_DEADLINE_S)
+
+    def _clear_orphans(self) -> None:
+        """End servers whose daemon died with nobody under them. One in use cannot be joined; beside another it would protect nothing."""
+        if not (orphans := servers_of(self.folders.pipes)):
+            return
+        if users := may_compute(self.folders.pipes):
+            raise EnvironmentFault(
+                "an MPS server is still there whose control daemon died",
+                got=f"processes {[server.pid for server in orphans]}, used by {users}",
+                remedy="restart the serving engine: it runs on, but its device cannot be lent",
+            )
+        self._end_all(orphans, STOP_DEADLINE_S)
+
+    def _launch(self, deadline_s: float) -> None:
+        end_s = time.monotonic() + deadline_s
+        start_log = self.folders.logs / "start.log"
+        environment = daemon_environment(os.environ) | self.folders.variables() | {DEVICES_VARIABLE: ",".join(self.devices)}
+        try:
+            with open(start_log, "w", opener=_private) as out:  # not a pipe, which the daemon might keep open
+                done = subprocess.run(
+                    [self._executable, "-d"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    timeout=deadline_s,
+                    env=environment,
+                )
+            while done.returncode == 0 and time.monotonic() < end_s:
+                if (process := running_daemon(self.folders)) is not None and self._answers(end_s):
+                    self._process = process
+                    return
+                time.sleep(POLL_S)
+            got = f"status {done.returncode}"
+        except (subprocess.TimeoutExpired, OSError) as error:
+            got = str(error)
+        self._process = running_daemon(self.folders)
+        if self._process is not None:
+            self._end(STOP_DEADLINE_S)
+        raise EnvironmentFault(
+            "the MPS control daemon does not start",
+            got=f"{got}; it said: {start_log.read_text(errors='replace').strip() or 'nothing'}",
+            expected=f"an answer within {deadline_s:g} s",
+            remedy=f"see {self.folders.logs}/control.log; without MPS a GPU cannot be lent",
+        )
+
+    def _answers(self, end_s: float) -> bool:
+        try:
+            MpsControl(self.folders, self._executable, max(end_s - time.monotonic(), POLL_S)).default_cap()
+        except RunFailed:
+            return False
+        return True
+
+    # ── end ──
+
+    def _users(self, deadline_s: float) -> list[int]:
+        """Pids of what computes under it; where it does not answer, of whatever may."""
+        try:
+            listed = MpsControl(self.folders, self._executable, deadline_s).clients()
+        except RunFailed as failure:
+            log.warning("the MPS control daemon does not tell who uses it: %s", failure)
+            return may_compute(self.folders.pipes)
+        return sorted({client.pid for client in listed if lives(client.pid)})
+
+    def _end(self, deadline_s: float) -> None:
+        """`quit`, then SIGTERM, then SIGKILL of the daemon and its servers, each with a third of the deadline."""
+        family = servers_of(self.folders.pipes)
+        if self._process is not None and not gone(self._process):
+            family.append(self._process)
+            try:
+                self.control.ask("quit", deadline_s / 3)
+                until(lambda: all(map(gone, family)), deadline_s / 3)
+            except RunFailed as failure:
+                log.warning("the MPS control daemon did not take `quit`: %s", failure)
+        self._end_all(family, deadline_s * 2 / 3)
+        self._process = None
+        shutil.rmtree(self.folders.pipes, ignore_errors=True)
+
+    def _end_all(self, processes: Sequence[psutil.Process], deadline_s: float) -> None:
+        for verb in ("terminate", "kill"):
+            each(processes, verb)
+            if until(lambda: all(map(gone, processes)), deadline_s / 2):
+                return
+        raise EnvironmentFault(
+            "processes of the MPS control daemon do not end",
+            got=[process.pid for process in processes if not gone(process)],
+            remedy="look for GPU errors in dmesg",
+        )
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

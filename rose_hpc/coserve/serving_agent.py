@@ -1,0 +1,228 @@
+"""Process of the operator's agent: `python -m rose_hpc.coserve.serving_agent SPEC.json`. It lends the device of a server that runs.
+
+    attached to the server ─▶ device protected ─▶ listen, register ─▶ lend (lending.py) ─┬─ SIGTERM, SIGINT ─▶ exit 0
+               └─ server, board and model do not fit: exit 2                             └─ the server ends ─▶ exit 1
+
+    HOME/ (0700, in shared memory)   tmp/operator.sock (0600)     lease-ID/ per lease: arena, sockets, tokens
+
+Invariants
+- The server's life does not depend on the agent's, nor on any run: SIGKILL of the agent costs it no request.
+- Lent engines run installed code and models of the operator's list, as the operator's user. All are the agent's children, so that the
+  kernel ends them with it. What a killed agent leaves in memory, cgroups and the registry goes at the next start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+import sys
+from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+from aiohttp import web
+
+from rose_hpc.config import EngineConfig, read_spec
+from rose_hpc.control import TOKEN_FILE, publish_address, write_private
+from rose_hpc.coserve.agent import say
+from rose_hpc.coserve.attached import AttachedServing
+from rose_hpc.coserve.device import Device
+from rose_hpc.coserve.engine import is_cpu_build
+from rose_hpc.coserve.lease_api import LeaseRoutes
+from rose_hpc.coserve.lease_book import Terms
+from rose_hpc.coserve.lease_messages import LeaseAsk, RelayAsk
+from rose_hpc.coserve.lending import Lending
+from rose_hpc.coserve.operator_api import SOCKET_MODE, operator_app
+from rose_hpc.coserve.processes import EngineProcess
+from rose_hpc.coserve.quota import GateOnly, Quota, SchedIdleQuota, best_quota
+from rose_hpc.coserve.quota.sched_idle import scheduling_group
+from rose_hpc.coserve.registry import HEARTBEAT_S, AgentEntry, Registry
+from rose_hpc.coserve.relay_process import RelayProcess
+from rose_hpc.coserve.specs import EngineOffer, EngineSpec, ServeSpec
+from rose_hpc.coserve.stay import Stay
+from rose_hpc.errors import ConfigError, RoseError
+from rose_hpc.http_api import BACKLOG, base_url, first_of, serving, stop_signals, tcp_site
+from rose_hpc.lifeline import die_with_parent, report_failure
+from rose_hpc.weights.arena_home import ArenaHome
+from rose_hpc.weights.relay_spec import RelayNode, RelaySpec
+
+
+class ServingAgent:
+    """One run of the agent. home: its private folder."""
+
+    def __init__(self, spec: ServeSpec, home: ArenaHome) -> None:
+        if spec.attach is None:
+            raise ConfigError("an agent needs a server to attach to", got=spec.name)
+        self._spec, self._attach, self._home = spec, spec.attach, home
+        self._registry = Registry(spec.registry)
+        self._terms = terms_of(spec)
+        self._key = secrets.token_urlsafe(32)
+        self._operator_socket = home.tmp / "operator.sock"
+        self._url = ""
+
+    async def run(self) -> int:
+        """The exit status. Raises EnvironmentFault: what is attached does not fit together; RunFailed: the server has ended."""
+        stop = stop_signals()
+        self._take_up(self._registry.claim(self._spec.name))
+        self._spec.logs_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        async with AttachedServing(self._attach) as server:
+            device = Device(self._spec.name, self._device_cpus, quota_beside(server.pid), self._attach.board)
+            try:
+                device.serving_up(server.pid)
+                await first_of(stop=stop.wait(), serving=server.ended(), lending=self._lend(device))
+            finally:
+                device.close()
+        return 0
+
+    def _take_up(self, left: AgentEntry | None) -> None:
+        """What the operator had decided before an agent of this name was killed still holds."""
+        if left is not None:
+            max_frac = min(left.max_frac, self._terms.max_frac)
+            self._terms = replace(self._terms, lending=left.lending, max_frac=max_frac)
+            say(f"{left.name} was killed; as before, {f'at most {max_frac:g} is lent' if left.lending else 'nothing is lent'}")
+
+    @property
+    def _device_cpus(self) -> list[int]:
+        return self._spec.serving.device_cpus if is_cpu_build() else []
+
+    async def _lend(self, device: Device) -> None:
+        """For ever: the server and the operator end it."""
+        make_stay = StayFactory(self._spec, self._attach.board, device, self._device_cpus)
+        lending = Lending(self._spec.name, self._terms, device, self._home.path, make_stay)
+        async with AsyncExitStack() as stack:
+            routes = LeaseRoutes(lending, self._key, lambda: self._url)
+            runner = await stack.enter_async_context(serving(routes.app(), tcp_site(self._spec.host, self._spec.port)))
+            self._url = base_url(runner)
+            await stack.enter_async_context(serving(operator_app(lending), self._operator_site))
+            self._operator_socket.chmod(SOCKET_MODE)
+            stack.callback(self._registry.remove, self._spec.name)
+            say(f"{self._spec.name} lends beside {self._attach.url}: runs ask at {self._url}, confined by {device.quota}")
+            await first_of(lending=lending.run(), registry=self._keep_registered(lending))
+
+    def _operator_site(self, runner: web.AppRunner) -> web.UnixSite:
+        return web.UnixSite(runner, str(self._operator_socket), backlog=BACKLOG)
+
+    async def _keep_registered(self, lending: Lending) -> None:
+        """A heartbeat that fails is told and tried again: a full file system must not end the lending."""
+        process = psutil.Process()
+        while True:
+            status = lending.status()
+            entry = AgentEntry(
+                name=self._spec.name,
+                host=socket.gethostname(),
+                pid=process.pid,
+                pid_started_s=process.create_time(),
+                url=self._url,
+                key=self._key,
+                operator_socket=self._operator_socket,
+                devices=self._terms.devices,
+                lending=lending.terms.lending,
+                max_frac=status.max_frac,
+                max_ttl_s=self._terms.max_ttl_s,
+                models=sorted(self._terms.models),
+                state=status.state,
+                quota=status.quota,
+            )
+            try:
+                self._registry.write(entry)
+            except OSError as error:
+                say(f"the registry {self._registry.folder} cannot be written: {error}")
+            lending.terms_changed.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(lending.terms_changed.wait(), HEARTBEAT_S)
+
+
+class StayFactory:
+    """Makes the stay of a lease from what the run asked for; the rest is the operator's."""
+
+    def __init__(self, spec: ServeSpec, board: Path, device: Device, off_cpus: list[int]) -> None:
+        self._spec, self._board, self._device, self._off_cpus = spec, board, device, off_cpus
+
+    def __call__(self, ask: LeaseAsk, engine: EngineConfig, folder: Path) -> Stay:
+        """folder: the lease's own. Raises pydantic's ValidationError for what no specification takes; nothing has started then."""
+        serving, board, token = self._spec.serving, self._board, secrets.token_urlsafe(32)
+        offer = EngineOffer(
+            executor_id=ask.executor_id,
+            model_dir=Path(ask.model),
+            arena=folder / "arena",
+            engine=engine,
+            seed=ask.seed,
+            gate={"board": str(board), **serving.slo.model_dump(), **serving.gate.model_dump()},
+        )
+        write_private(folder / TOKEN_FILE, token)
+        spec = EngineSpec(**offer.model_dump(), socket=folder / "e.sock", token_file=folder / TOKEN_FILE)
+        process = EngineProcess(spec, self._spec.logs_dir / f"engine-{ask.executor_id}.log", token)
+        relay = None if ask.relay is None else self._relay(ask.relay, folder)
+        return Stay(process, relay, self._device, board)
+
+    def _relay(self, ask: RelayAsk, folder: Path) -> RelayProcess:
+        """It finds the run's controller as every relay does: by an address and a token in a private folder."""
+        control = folder / "control"
+        control.mkdir(mode=0o700)
+        write_private(control / TOKEN_FILE, ask.controller_token)
+        publish_address(control, ask.controller_url)
+        spec = RelaySpec(
+            control_dir=control,
+            nodes=[RelayNode(name=ask.name, arena=folder / "arena", is_source=False)],
+            host=self._spec.host,
+            bucket_bytes=ask.bucket_bytes,
+            retained_versions=ask.retained_versions,
+            deadline_s=ask.deadline_s,
+            lease_ttl_s=self._spec.max_ttl_s,
+        )
+        return RelayProcess(spec, folder, self._spec.logs_dir, self._off_cpus)
+
+
+def terms_of(spec: ServeSpec) -> Terms:
+    """What the operator lends. Raises ConfigError: a model that is not there."""
+    return Terms(
+        models=frozenset(_model_folder(path) for path in spec.allow_models),
+        devices=spec.devices,
+        max_frac=spec.max_frac,
+        max_ttl_s=spec.max_ttl_s,
+        is_gpu=not is_cpu_build(),
+        unverified_tp=spec.unverified_tp,
+    )
+
+
+def _model_folder(path: Path) -> Path:
+    folder = Path(os.path.realpath(path))
+    if not (folder / "config.json").is_file():
+        raise ConfigError("--allow-model is no model", got=path, expected="a folder in Hugging Face format, with a config.json")
+    return folder
+
+
+def quota_beside(serving_pid: int) -> Quota:
+    """What can confine a rollout engine beside this server. On GPUs the gate alone, so far.
+
+    SCHED_IDLE ranks threads of one cgroup only: beside a server in another one it would be no protection, and says so.
+    """
+    if not is_cpu_build():
+        return GateOnly()
+    quota = best_quota()
+    if isinstance(quota, SchedIdleQuota) and scheduling_group(serving_pid) != scheduling_group(os.getpid()):
+        say("degraded: the server is in another cgroup, across which SCHED_IDLE protects nothing: the gate alone confines the lent engine")
+        return GateOnly()
+    return quota
+
+
+async def run_agent(spec: ServeSpec) -> int:
+    """Run the operator's agent in a folder of its own; the exit status."""
+    with ArenaHome(spec.arena_root) as home:
+        return await ServingAgent(spec, home).run()
+
+
+def main() -> int:
+    """Entry point; the exit status."""
+    die_with_parent()
+    try:
+        return asyncio.run(run_agent(read_spec(Path(sys.argv[1]), ServeSpec)))
+    except RoseError as error:
+        return report_failure(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""A rollout engine's API without vLLM: `fake_engine.py SPEC.json MODE`. It has a child, which computes as a worker does.
+
+A turn samples a token every TOKEN_S until it is aborted or done. MODE: obedient; stubborn: ignores aborts and SIGTERM; stillborn: ends
+at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from aiohttp import web
+
+from rose_hpc.config import read_spec
+from rose_hpc.coserve.specs import EngineSpec
+from rose_hpc.http_api import authenticated_app, done, received, reply, serving, stop_signals
+from rose_hpc.messages import AbortRequest, EngineHealth, GenerateRequest, GenerateResult
+
+TOKEN_S = 0.02
+WORKER = "while True: pass"
+
+
+class FakeEngine:
+    """One method per route."""
+
+    def __init__(self, executor_id: str, stubborn: bool) -> None:
+        self._executor_id, self._stubborn = executor_id, stubborn
+        self._live: dict[str, asyncio.Event] = {}
+
+    async def generate(self, request: web.Request) -> web.Response:
+        turn = await received(request, GenerateRequest)
+        aborted = self._live[turn.request_id] = asyncio.Event()
+        tokens: list[int] = []
+        while len(tokens) < turn.max_new_tokens and not aborted.is_set():
+            tokens.append(len(tokens))
+            await asyncio.sleep(TOKEN_S)
+        del self._live[turn.request_id]
+        count = len(tokens)
+        return reply(GenerateResult(turn.request_id, tokens, [0.0] * count, [1] * count, "abort" if aborted.is_set() else "length"))
+
+    async def abort(self, request: web.Request) -> web.Response:
+        for name in (await received(request, AbortRequest)).request_ids:
+            if not self._stubborn:
+                self._live[name].set()
+        return done()
+
+    async def health(self, request: web.Request) -> web.Response:
+        return reply(EngineHealth(self._executor_id, 1, len(self._live), False))
+
+
+async def main(spec: EngineSpec, mode: str) -> None:
+    engine = FakeEngine(spec.executor_id, mode == "stubborn")
+    app = authenticated_app(spec.token_file.read_text())
+    app.router.add_post("/generate", engine.generate)
+    app.router.add_post("/abort", engine.abort)
+    app.router.add_get("/health", engine.health)
+    stop = stop_signals()
+    if mode == "stubborn":
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)
+    worker = subprocess.Popen([sys.executable, "-c", WORKER])
+    try:
+        async with serving(app, lambda runner: web.UnixSite(runner, str(spec.socket))):
+            await stop.wait()
+    finally:
+        worker.kill()
+
+
+if __name__ == "__main__":
+    if sys.argv[2] == "stillborn":
+        sys.exit("no such model")
+    asyncio.run(main(read_spec(Path(sys.argv[1]), EngineSpec), sys.argv[2]))

@@ -1,0 +1,98 @@
+"""The operator's agent without a server: what a lease's engine and relay are told, and what an operator's last word is worth."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from rose_hpc.config import EngineConfig, GateConfig, SloConfig, read_spec
+from rose_hpc.control import read_address, read_token
+from rose_hpc.coserve.device import Device
+from rose_hpc.coserve.gate import gate_settings
+from rose_hpc.coserve.lease_messages import LeaseAsk, LeaseGranted, RelayAsk
+from rose_hpc.coserve.quota import GateOnly
+from rose_hpc.coserve.relay_process import RelayProcess
+from rose_hpc.coserve.serving_agent import StayFactory, terms_of
+from rose_hpc.coserve.specs import AttachSpec, ServeSpec, ServingSpec
+from rose_hpc.errors import ConfigError
+from rose_hpc.messages import decode, encode
+from rose_hpc.weights.relay_spec import RelayNode, RelaySpec
+
+RELAY = RelayAsk("relay-7", "http://10.0.0.1:1234", "token-of-the-run", bucket_bytes=1 << 20, deadline_s=5.0)
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> ServeSpec:
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "config.json").write_text("{}")
+    serving = ServingSpec(
+        model_dir=tmp_path,
+        socket=tmp_path / "s",
+        board=tmp_path / "board",
+        engine=EngineConfig(),
+        slo=SloConfig(),
+        gate=GateConfig(),
+        device_cpus=[0],
+    )
+    return ServeSpec(
+        name="op",
+        serving=serving,
+        attach=AttachSpec(url="unix:/nowhere", board=tmp_path / "board"),
+        registry=tmp_path / "agents",
+        logs_dir=tmp_path,
+        allow_models=[tmp_path / "policy"],
+        devices=1,
+    )
+
+
+def ask(tmp_path: Path) -> LeaseAsk:
+    return LeaseAsk("run-a", "lent-0", str(tmp_path / "policy"), arena_bytes=1, engine={"max_concurrency": 3}, relay=RELAY)
+
+
+def test_engine_and_relay_of_a_lease_meet_in_its_private_folder_and_the_gate_is_the_operators(spec: ServeSpec, tmp_path: Path) -> None:
+    folder = tmp_path / "lease-1"
+    folder.mkdir(mode=0o700)
+    make_stay = StayFactory(spec, tmp_path / "board", Device("op", [], GateOnly(), tmp_path / "board"), [])
+    stay = make_stay(ask(tmp_path), EngineConfig(max_concurrency=3), folder)
+    assert (stay.executor_id, stay.max_concurrency, stay.relay_name) == ("lent-0", 3, "relay-7")
+    assert read_token(folder / "control") == "token-of-the-run" and read_address(folder / "control", 0) == "http://10.0.0.1:1234"
+    for private in (folder / "control" / "token", folder / "token"):
+        assert private.stat().st_mode & 0o777 == 0o600
+    assert (folder / "token").read_text() != "token-of-the-run"
+    engine = stay.engine_spec
+    assert engine.arena == folder / "arena" and engine.gate is not None
+    assert gate_settings(engine.gate).board == tmp_path / "board" and gate_settings(engine.gate).ttft_s == spec.serving.slo.ttft_s
+
+
+def test_messages_about_leases_travel_whole_and_show_no_token(tmp_path: Path) -> None:
+    question, granted = ask(tmp_path), LeaseGranted("lease-1", "token-of-the-lease", 5.0)
+    assert decode(encode(question), LeaseAsk) == question and decode(encode(granted), LeaseGranted) == granted
+    assert "token-of" not in repr(question) + repr(granted)
+
+
+def test_only_models_that_are_there_can_be_allowed_and_links_are_resolved(spec: ServeSpec, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "policy")
+    terms = terms_of(spec.model_copy(update={"allow_models": [tmp_path / "link"]}))
+    assert terms.models == {(tmp_path / "policy").resolve()}
+    with pytest.raises(ConfigError, match="is no model"):
+        terms_of(spec.model_copy(update={"allow_models": [tmp_path]}))
+
+
+def test_a_specification_survives_its_file(spec: ServeSpec) -> None:
+    assert ServeSpec.model_validate(json.loads(spec.model_dump_json())) == spec
+
+
+@pytest.mark.processes
+def test_a_relay_waits_longer_for_a_silent_controller_than_the_lease_that_ends_it(tmp_path: Path) -> None:
+    node = RelayNode(name="relay-7", arena=tmp_path / "arena", is_source=False)
+    spec = RelaySpec(control_dir=tmp_path, nodes=[node], bucket_bytes=1 << 20, deadline_s=5.0, lease_ttl_s=5.0)
+
+    async def life() -> None:
+        async with RelayProcess(spec, tmp_path, tmp_path):
+            pass
+
+    asyncio.run(life())
+    assert read_spec(tmp_path / "relay.json", RelaySpec).lease_ttl_s > 1.5 * spec.lease_ttl_s
