@@ -15,7 +15,7 @@ import pytest
 
 from rose_hpc.bench.coserve import ARENA_ROOT
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.chaos]  # minutes: in `make test-all`
 
 START_DEADLINE_S, END_DEADLINE_S = 200, 40
 UNDER_WAY = "1 of "  # the first window that counts is over
