@@ -6,6 +6,7 @@ RoseError                        exit status 1
 │   └── EnvironmentFault         this machine lacks something (MPI, memory, a port, permission)
 ├── RunFailed                    a process of the run ended, or a deadline passed
 ├── ControlError                 a control message was refused, late, malformed or unauthorised
+│   └── Refused                  a request that cannot be served, with the HTTP status that says why
 └── WeightsError                 the weight path
     ├── LayoutError              two sides disagree about names, shapes or dtypes
     ├── DigestMismatch           the receiver's bits are not the trainer's
@@ -58,6 +59,14 @@ class RunFailed(RoseError):
 
 class ControlError(RoseError):
     """A control message was refused, late, malformed or unauthorised."""
+
+
+class Refused(ControlError):
+    """This request cannot be served; `status` is the HTTP status that says why."""
+
+    def __init__(self, status: int, what: str, *, got: object = None, expected: object = None, remedy: str | None = None) -> None:
+        super().__init__(what, got=got, expected=expected, remedy=remedy)
+        self.status = status
 
 
 class WeightsError(RoseError):

@@ -20,6 +20,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from rose_hpc.errors import ControlError, EnvironmentFault
+from rose_hpc.errors import Refused as Refused  # handlers raise it, and `refusals` answers it
 from rose_hpc.messages import TOKEN_HEADER, Fault, decode, encode
 
 MAX_REQUEST_BYTES = 16 << 20  # three million token ids
@@ -30,21 +31,14 @@ CONTENT_TYPE = "application/msgpack"
 M = TypeVar("M", bound=msgspec.Struct)
 
 
-class Refused(ControlError):
-    """This request cannot be served; `status` is the HTTP status that says why."""
-
-    def __init__(self, status: int, what: str, **details: Any) -> None:
-        super().__init__(what, **details)
-        self.status = status
-
-
 def authenticated_app(token: str, max_body_bytes: int = MAX_REQUEST_BYTES) -> web.Application:
     """An application without routes whose every answer needs the token, and whose refusals are Fault messages."""
-    return web.Application(middlewares=[_refusals, _bearer(token)], client_max_size=max_body_bytes)
+    return web.Application(middlewares=[refusals, _bearer(token)], client_max_size=max_body_bytes)
 
 
 @web.middleware
-async def _refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refusals as a status and a Fault."""
     try:
         return await handler(request)
     except Refused as refusal:

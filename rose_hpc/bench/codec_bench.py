@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from rose_hpc.bench import baselines, real_versions
 from rose_hpc.bench.entropy import bound_bytes, delta_entropy_bits
 from rose_hpc.bench.synthetic import Change, Positions, ValueTable, make_change
+from rose_hpc.config import WeightsConfig
 from rose_hpc.errors import DigestMismatch
 from rose_hpc.weights.codec import StreamDecoder, StreamEncoder
 from rose_hpc.weights.digest import digest_lanes
@@ -34,7 +35,7 @@ DENSITIES = (0.001, 0.003, 0.01, 0.03, 0.1)
 SCALING_DENSITIES = (0.003, 0.03)
 REAL_REPEATS = 2
 ZSTD_LEVELS = (1, 3)
-BUCKET_BYTES = 128 << 20
+BUCKET_BYTES = WeightsConfig().bucket_bytes
 PLAN_ID = 1  # any: nobody checks it here
 SAMPLE_S = 0.3  # of the cores' load, to find the idlest
 

@@ -9,9 +9,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rose_hpc.messages import UpdateRequest
-from rose_hpc.weights import wire
 from rose_hpc.weights.arena import Arena
-from rose_hpc.weights.codec import StreamEncoder
+from rose_hpc.weights.arena_copy import copy_keyframe
 from rose_hpc.weights.publisher import WeightPublisher
 
 VOCABULARY = 1024
@@ -52,10 +51,5 @@ def make_policy(folder: Path, seed: int) -> Policy:
     source = Arena.open(folder / "trainer")
     sink = Arena.create(folder / "arena", source.layout)
     sink.set_plan(source.plan, source.bucket_bytes)
-    sink.begin_keyframe()
-    for stream in source.plan.streams:
-        encoder = StreamEncoder(stream, wire.plan_id(source.plan.fingerprint), source.bucket_bytes)
-        for encoded in encoder.encode_dense(source.image(), VERSION):
-            sink.write_dense(encoded.message)
-    sink.finish_keyframe(VERSION, shard.digest)
+    copy_keyframe(source, sink, VERSION, shard.digest)
     return Policy(folder / "model", folder / "arena", UpdateRequest(VERSION, shard.digest))

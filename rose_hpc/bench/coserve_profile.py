@@ -20,11 +20,10 @@ import numpy as np
 from rose_hpc.bench.coserve_engines import ROLLOUT, Bench
 from rose_hpc.bench.coserve_plan import GATED
 from rose_hpc.bench.coserve_policy import VOCABULARY
-from rose_hpc.coserve import board as board_file
+from rose_hpc.coserve.board import last_reading
 from rose_hpc.coserve.gate_stats import GateStats, read_gate_stats
 from rose_hpc.coserve.processes import EngineProcess
 from rose_hpc.coserve.slack import StepTimes
-from rose_hpc.coserve.slots import SlotReader
 from rose_hpc.errors import RunFailed
 from rose_hpc.messages import GenerateRequest, encode
 
@@ -94,11 +93,7 @@ def _stats(bench: Bench) -> GateStats:
 
 def serving_times(board: Path) -> StepTimes:
     """What the serving engine's plug-in has fitted so far. Raises RunFailed where it has published nothing."""
-    slots = SlotReader(board, board_file.CAPACITY_BYTES)  # not a BoardReader: the FIFO's only reader is the gate
-    try:
-        record = slots.read()
-    finally:
-        slots.close()
-    if record is None:
+    reading = last_reading(board)
+    if reading is None:
         raise RunFailed("the serving engine has published nothing", expected=f"a record in {board}")
-    return board_file.decode(record.payload, record.sequence, record.writer).times
+    return reading.times

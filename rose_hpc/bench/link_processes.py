@@ -23,6 +23,7 @@ from rose_hpc.bench.link_image import LinkImage
 from rose_hpc.bench.link_rank import LinkRankSpec
 from rose_hpc.bench.link_trees import RANKS
 from rose_hpc.bench.shaped_link import ShapedLink, Side
+from rose_hpc.config import WeightsConfig
 from rose_hpc.errors import RunFailed
 from rose_hpc.launch.processes import Supervisor
 from rose_hpc.lifeline import parent_variable
@@ -30,7 +31,7 @@ from rose_hpc.messages import RelayAddress
 from rose_hpc.weights.relay_spec import RelayNode, RelaySpec
 
 SOURCE = "relay-0"
-BUCKET_BYTES = 128 << 20
+BUCKET_BYTES = WeightsConfig().bucket_bytes
 START_DEADLINE_S = 120.0
 DEADLINE_S = 60.0  # of one version
 LEASE_TTL_S = 60.0

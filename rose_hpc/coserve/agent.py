@@ -29,8 +29,9 @@ from aiohttp import web
 
 from rose_hpc.control import ADDRESS_FILE, TOKEN_FILE, read_address, read_token
 from rose_hpc.coserve.device import Device
-from rose_hpc.coserve.engine import is_cpu_build
-from rose_hpc.coserve.lease import Lease, granted_s
+from rose_hpc.coserve.engine import device_cores
+from rose_hpc.coserve.lease import Lease
+from rose_hpc.coserve.lease_book import granted_s
 from rose_hpc.coserve.processes import EngineProcess
 from rose_hpc.coserve.progress_watch import ProgressWatch
 from rose_hpc.coserve.relay_process import RelayProcess
@@ -68,7 +69,7 @@ class Agent:
         self._spec, self._token, self._device, self._engine_process = spec, read_token(spec.control_dir), device, engine
         self._engines = {offer.executor_id: self._engine(offer, folder) for offer in spec.engines}
         self._lease = Lease(spec.lease_ttl_s)
-        device_cpus = spec.serving.device_cpus if spec.serving is not None and is_cpu_build() else []
+        device_cpus = [] if spec.serving is None else device_cores(spec.serving)
         self._relay = None if spec.own_relay is None else RelayProcess(spec.own_relay, folder, spec.logs_dir, device_cpus)
         self._watch = None if spec.serving is None else ProgressWatch(spec.serving.board)
         self._stop_requested = asyncio.Event()
@@ -199,19 +200,20 @@ class Agent:
         self._lease.renew(granted_s((await received(request, LeaseRenewal)).ttl_s, self._spec.lease_ttl_s))
         running = {name: engine for name, engine in self._engines.items() if engine.is_running}
         states = {} if self._watch is None else {name: str(self._watch.state(engine.pid)) for name, engine in running.items()}
-        return reply(AgentStatus(self._samples(), list(running), states))
-
-    def _samples(self) -> list[DeviceSample]:
-        """None where the device cannot be measured now: the renewal counts all the same, so it must not look refused."""
-        try:
-            return [self._device.sample()] if self._device is not None else []
-        except Exception as error:
-            say(f"the device's use cannot be measured: {error!r}")
-            return []
+        return reply(AgentStatus(samples(self._device), list(running), states))
 
     async def _answer_stop(self, request: web.Request) -> web.Response:
         self._stop_requested.set()
         return done()
+
+
+def samples(device: Device | None) -> list[DeviceSample]:
+    """None where the device cannot be measured now: a renewal counts all the same, so it must not look refused."""
+    try:
+        return [device.sample()] if device is not None else []
+    except Exception as error:  # counters of another program, and of the kernel
+        say(f"the device's use cannot be measured: {error!r}")
+        return []
 
 
 def say(text: str) -> None:

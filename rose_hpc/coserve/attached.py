@@ -21,7 +21,8 @@ from typing import Any
 import httpx
 import psutil
 
-from rose_hpc.coserve.board import BoardReader
+from rose_hpc.control import UNIX
+from rose_hpc.coserve.board import last_reading
 from rose_hpc.coserve.quota.mps_attach import family, listeners
 from rose_hpc.coserve.serving_process import SCHEDULER
 from rose_hpc.coserve.slots import Writer
@@ -30,7 +31,6 @@ from rose_hpc.errors import EnvironmentFault, RoseError, RunFailed
 
 ANSWER_DEADLINE_S = 5.0
 POLL_S = 0.5
-UNIX = "unix:"
 
 
 class AttachedServing:
@@ -76,11 +76,7 @@ class AttachedServing:
 def board_writer(board: Path) -> Writer:
     """The process that shows its state on the board. Raises EnvironmentFault: nobody who lives."""
     try:
-        reader = BoardReader(board)
-        try:
-            reading = reader.read()
-        finally:
-            reader.close()
+        reading = last_reading(board)
     except (RoseError, OSError) as error:
         raise EnvironmentFault("the board cannot be read", got=f"{board}: {error}", remedy=_flags(board)) from error
     if reading is None or not reading.writer.alive():

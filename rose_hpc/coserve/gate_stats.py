@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rose_hpc.coserve.reaction import EDGES_S, LATE_STEPS, quantile
-from rose_hpc.coserve.slots import SlotReader
+from rose_hpc.coserve.slots import read_record
 from rose_hpc.errors import RoseError
 
 VERSION = 2
@@ -94,9 +94,5 @@ def stats_path(board: Path) -> Path:
 
 def read_gate_stats(board: Path) -> GateStats | None:
     """What the gate of a board has counted; None: no gate has been there. Raises RoseError: slots.py."""
-    reader = SlotReader(stats_path(board), COUNTERS.size)
-    try:
-        record = reader.read()
-    finally:
-        reader.close()
+    record = read_record(stats_path(board), COUNTERS.size)
     return None if record is None else GateStats(*COUNTERS.unpack(record.payload))

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-from rose_hpc.coserve.slots import Record, SlotReader, SlotWriter
+from rose_hpc.coserve.slots import Record, SlotWriter, read_record
 
 Range = tuple[int, int]  # begin and end
 
@@ -59,19 +59,10 @@ class HeldWriter:
         self._slots.close()
 
 
-class HeldReader:
-    """The other end."""
-
-    def __init__(self, board: Path, blocks: int) -> None:
-        self._slots = SlotReader(held_path(board), capacity_bytes(blocks))
-
-    def read(self) -> Record | None:
-        """The record, see `block_ids`. Raises RoseError: slots.py."""
-        return self._slots.read()
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self._slots.close()
+def read_held(board: Path, blocks: int) -> list[int]:
+    """The other end: ids of the blocks that are held. blocks: of the KV cache. Raises RoseError: slots.py."""
+    record = read_record(held_path(board), capacity_bytes(blocks))
+    return [] if record is None else _block_ids(record)
 
 
 def capacity_bytes(blocks: int) -> int:
@@ -79,7 +70,7 @@ def capacity_bytes(blocks: int) -> int:
     return 4 * blocks
 
 
-def block_ids(record: Record) -> list[int]:
+def _block_ids(record: Record) -> list[int]:
     """The ids in a record."""
     ids = array("I")
     ids.frombytes(record.payload)

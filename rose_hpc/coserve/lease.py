@@ -3,16 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
-
-from rose_hpc.http_api import Refused
-
-
-def granted_s(asked_s: float, at_most_s: float) -> float:
-    """What a renewal is worth: no peer can keep an agent for longer than its operator allows. Raises Refused 400: no such time."""
-    if not (math.isfinite(asked_s) and asked_s > 0):
-        raise Refused(400, "lease cannot be renewed", got=f"{asked_s} s", expected="more than 0 s, and finite")
-    return min(asked_s, at_most_s)
 
 
 class Lease:

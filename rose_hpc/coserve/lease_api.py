@@ -17,28 +17,16 @@ import hmac
 from collections.abc import Callable
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from rose_hpc.coserve.agent import VERBS
-from rose_hpc.coserve.lease_book import Lease, LeaseRefused
+from rose_hpc.coserve.lease_book import Lease
 from rose_hpc.coserve.lease_messages import LeaseAsk
 from rose_hpc.coserve.lending import Lending
-from rose_hpc.http_api import CONTENT_TYPE, MAX_REQUEST_BYTES, Refused, done, received, reply
-from rose_hpc.messages import TOKEN_HEADER, AgentUp, ExecutorInfo, Fault, LeaseRenewal
+from rose_hpc.http_api import CONTENT_TYPE, MAX_REQUEST_BYTES, Refused, done, received, refusals, reply
+from rose_hpc.messages import TOKEN_HEADER, AgentUp, ExecutorInfo, LeaseRenewal
 
 OVER_HEADER = "Rose-Lease-Over"
 BEARER = "Bearer "
-
-
-@web.middleware
-async def refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refusals as a status and a Fault."""
-    try:
-        return await handler(request)
-    except (Refused, LeaseRefused) as refusal:
-        return reply(Fault(str(refusal)), refusal.status)
-    except web.HTTPException as error:  # unknown route or method, body too large
-        return reply(Fault(error.reason), error.status)
 
 
 class LeaseRoutes:

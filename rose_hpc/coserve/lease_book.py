@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rose_hpc.errors import ControlError
+from rose_hpc.errors import Refused
 
 REMEMBERED = 64  # leases that are over, so that whoever still holds a token hears why it opens nothing
 RUN_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -43,14 +43,6 @@ class Reason(enum.StrEnum):
     REVOKED = "revoked"
     EXPIRED = "expired"
     ENGINE_LOST = "engine_lost"
-
-
-class LeaseRefused(ControlError):
-    """This cannot be granted; `status`: the HTTP status that says why."""
-
-    def __init__(self, status: int, what: str, *, got: object = None, expected: object = None, remedy: str | None = None) -> None:
-        super().__init__(what, got=got, expected=expected, remedy=remedy)
-        self.status = status
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,23 +101,23 @@ class LeaseBook:
         return self._current
 
     def grant(self, ask: Ask, lease_id: str, token: str, free_bytes: int, now_s: float) -> Lease:
-        """A lease from now on. free_bytes: what this machine can give. Raises LeaseRefused: nothing has changed."""
+        """A lease from now on. free_bytes: what this machine can give. Raises Refused: nothing has changed."""
         self.expire(now_s)
         check_ask(ask, self.terms)
         self._check_free()
         if ask.host_bytes > free_bytes:
-            raise LeaseRefused(507, "too little host memory", got=f"{ask.host_bytes} bytes asked for", expected=f"at most {free_bytes}")
-        expires_s = now_s + min(ask.ttl_s, self.terms.max_ttl_s)
+            raise Refused(507, "too little host memory", got=f"{ask.host_bytes} bytes asked for", expected=f"at most {free_bytes}")
+        expires_s = now_s + granted_s(ask.ttl_s, self.terms.max_ttl_s)
         self._current = Lease(lease_id, ask.run_id, ask.ceiling_frac, now_s, expires_s, hash_of(token))
         return self._current
 
     def _check_free(self) -> None:
         if not self.terms.lending:
-            raise LeaseRefused(409, "the operator does not lend this device now", remedy="ask again later, or another agent")
+            raise Refused(409, "the operator does not lend this device now", remedy="ask again later, or another agent")
         if self._current is not None:
             holder = self._current
             what = "the device is lent" if holder.held else "the device is being cleared"
-            raise LeaseRefused(
+            raise Refused(
                 409,
                 f"{what}: run {holder.run_id} has it",
                 expected="one run per device",
@@ -133,26 +125,26 @@ class LeaseBook:
             )
 
     def opened(self, token: str, now_s: float) -> Lease:
-        """The held lease that the token opens. Raises LeaseRefused: 401 it opens none; 410 the lease is over."""
+        """The held lease that the token opens. Raises Refused: 401 it opens none; 410 the lease is over."""
         self.expire(now_s)
         wanted, found = hash_of(token), None
         for lease in self._known():  # all of them, so that the time taken tells nothing
             if hmac.compare_digest(lease.token_hash, wanted):
                 found = lease
         if found is None:
-            raise LeaseRefused(401, "bearer token missing or wrong")
+            raise Refused(401, "bearer token missing or wrong")
         if found.reason is not None:
-            raise LeaseRefused(410, f"lease {found.lease_id} is over: {found.reason.value}", remedy="ask for a new lease")
+            raise Refused(410, f"lease {found.lease_id} is over: {found.reason.value}", remedy="ask for a new lease")
         return found
 
     def renew(self, lease_id: str, ttl_s: float, now_s: float) -> Lease:
-        """Hold it for ttl_s from now, at most the operator's max_ttl_s. Raises LeaseRefused: 400 no such time; 410 it is over."""
-        check_ttl(ttl_s)
+        """Hold it for ttl_s from now, at most the operator's max_ttl_s. Raises Refused: 400 no such time; 410 it is over."""
+        worth_s = granted_s(ttl_s, self.terms.max_ttl_s)
         self.expire(now_s)
         lease = self._current
         if lease is None or lease.lease_id != lease_id or not lease.held:
-            raise LeaseRefused(410, f"lease {lease_id} is over", remedy="ask for a new lease")
-        self._current = replace(lease, expires_s=now_s + min(ttl_s, self.terms.max_ttl_s))
+            raise Refused(410, f"lease {lease_id} is over", remedy="ask for a new lease")
+        self._current = replace(lease, expires_s=now_s + worth_s)
         return self._current
 
     def expire(self, now_s: float) -> None:
@@ -176,7 +168,7 @@ class LeaseBook:
         return next((lease for lease in self._known() if lease.lease_id == lease_id), None)
 
     def change(self, lending: bool | None = None, max_frac: float | None = None) -> None:
-        """New terms, of which None stays as it is; a held lease that they do not allow is revoked. Raises LeaseRefused 400."""
+        """New terms, of which None stays as it is; a held lease that they do not allow is revoked. Raises Refused 400."""
         if max_frac is not None:
             check_frac(max_frac, "max_frac")
         self.terms = replace(
@@ -195,19 +187,19 @@ class LeaseBook:
 
 
 def check_ask(ask: Ask, terms: Terms) -> None:
-    """Whether the terms allow it at all, whoever has the device now. Raises LeaseRefused."""
+    """Whether the terms allow it at all, whoever has the device now. Raises Refused."""
     if RUN_ID.fullmatch(ask.run_id) is None:
-        raise LeaseRefused(400, "unusable run id", got=repr(ask.run_id[:80]), expected=RUN_ID.pattern)
-    check_ttl(ask.ttl_s)
+        raise Refused(400, "unusable run id", got=repr(ask.run_id[:80]), expected=RUN_ID.pattern)
+    granted_s(ask.ttl_s, terms.max_ttl_s)
     check_frac(ask.ceiling_frac, "ceiling_frac")
     if ask.host_bytes < 0:
-        raise LeaseRefused(400, "unusable size", got=f"{ask.host_bytes} bytes", expected="at least 0")
+        raise Refused(400, "unusable size", got=f"{ask.host_bytes} bytes", expected="at least 0")
     if ask.model not in terms.models:
         allowed = ", ".join(sorted(map(str, terms.models))) or "none"
-        raise LeaseRefused(403, "this model is not on the operator's list", got=ask.model, expected=f"one of: {allowed}")
+        raise Refused(403, "this model is not on the operator's list", got=ask.model, expected=f"one of: {allowed}")
     _check_tensor_parallel(ask.tensor_parallel, terms)
     if ask.ceiling_frac > terms.max_frac:
-        raise LeaseRefused(
+        raise Refused(
             409,
             "more than is lent",
             got=f"ceiling_frac {ask.ceiling_frac:g}",
@@ -218,11 +210,11 @@ def check_ask(ask: Ask, terms: Terms) -> None:
 
 def _check_tensor_parallel(tensor_parallel: int, terms: Terms) -> None:
     if not 1 <= tensor_parallel <= terms.devices:
-        raise LeaseRefused(
+        raise Refused(
             400, "tensor parallelism does not fit the devices", got=tensor_parallel, expected=f"1 to {terms.devices}, the devices lent here"
         )
     if tensor_parallel > 1 and terms.is_gpu and not terms.unverified_tp:
-        raise LeaseRefused(
+        raise Refused(
             409,
             "tensor parallelism beside a serving engine is not verified on GPUs: two NCCL groups on shared SMs can deadlock",
             got=tensor_parallel,
@@ -231,16 +223,17 @@ def _check_tensor_parallel(tensor_parallel: int, terms: Terms) -> None:
         )
 
 
-def check_ttl(ttl_s: float) -> None:
-    """Raises LeaseRefused 400: not a time to live."""
-    if not (math.isfinite(ttl_s) and ttl_s > 0):
-        raise LeaseRefused(400, "lease cannot be renewed", got=f"{ttl_s} s", expected="more than 0 s, and finite")
+def granted_s(asked_s: float, at_most_s: float) -> float:
+    """What a renewal is worth: no peer can hold a device for longer than its operator allows. Raises Refused 400: no such time."""
+    if not (math.isfinite(asked_s) and asked_s > 0):
+        raise Refused(400, "lease cannot be renewed", got=f"{asked_s} s", expected="more than 0 s, and finite")
+    return min(asked_s, at_most_s)
 
 
 def check_frac(frac: float, name: str) -> None:
-    """Raises LeaseRefused 400: not a share of a device."""
+    """Raises Refused 400: not a share of a device."""
     if not 0 < frac <= 1:
-        raise LeaseRefused(400, f"{name} is no share of a device", got=frac, expected="more than 0, at most 1")
+        raise Refused(400, f"{name} is no share of a device", got=frac, expected="more than 0, at most 1")
 
 
 def hash_of(token: str) -> bytes:

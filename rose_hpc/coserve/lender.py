@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Protocol
 
 from rose_hpc.coserve.agent import Agent, say
-from rose_hpc.coserve.board import BoardReader
+from rose_hpc.coserve.board import last_reading
 from rose_hpc.coserve.device import Device
-from rose_hpc.coserve.engine import is_cpu_build
+from rose_hpc.coserve.engine import device_cores, is_cpu_build
 from rose_hpc.coserve.quota import GateOnly, best_quota
 from rose_hpc.coserve.serving_process import ServingProcess
 from rose_hpc.coserve.specs import AgentSpec
@@ -64,8 +64,8 @@ class Lender:
     def _device(self) -> Device:
         """On the CPU build the cores that stand for it, on others the GPU that the engines see."""
         spec = self._serving_spec
-        cpus, quota = (spec.device_cpus, best_quota()) if is_cpu_build() else ([], GateOnly())
-        return Device(self._spec.agent_id, cpus, quota, spec.board)
+        quota = best_quota() if is_cpu_build() else GateOnly()
+        return Device(self._spec.agent_id, device_cores(spec), quota, spec.board)
 
     async def lend(self, device: Device, stop: asyncio.Event, board_deadline_s: float = BOARD_DEADLINE_S) -> None:
         """Lend until the run is over; then wait for the operator. Raises nothing: serving depends on it."""
@@ -102,9 +102,5 @@ async def board_shows(board: Path, deadline_s: float = BOARD_DEADLINE_S) -> bool
 
 def board_lives(path: Path) -> bool:
     """Whether a process that lives has published there; a dead one's record says nothing. Raises RoseError, OSError: board.py."""
-    reader = BoardReader(path)
-    try:
-        reading = reader.read()
-    finally:
-        reader.close()
+    reading = last_reading(path)
     return reading is not None and reading.writer.alive()

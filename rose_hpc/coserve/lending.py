@@ -24,14 +24,14 @@ import psutil
 from pydantic import ValidationError
 
 from rose_hpc.config import EngineConfig
-from rose_hpc.coserve.agent import say
+from rose_hpc.coserve.agent import samples, say
 from rose_hpc.coserve.device import Device
-from rose_hpc.coserve.lease_book import RUN_ID, Ask, Lease, LeaseBook, LeaseRefused, Reason, Terms
+from rose_hpc.coserve.lease_book import RUN_ID, Ask, Lease, LeaseBook, Reason, Terms
 from rose_hpc.coserve.lease_messages import LeaseAsk, LeaseGranted, LeaseState, LendChange, LendStatus
 from rose_hpc.coserve.stay import Stay
 from rose_hpc.errors import RoseError
 from rose_hpc.http_api import Refused, first_of
-from rose_hpc.messages import AgentStatus, DeviceSample
+from rose_hpc.messages import AgentStatus
 
 CLEARING_DEADLINE_S = 20.0  # of a change that revokes a lease; the device is free long before its processes are all reaped
 
@@ -66,7 +66,7 @@ class Lending:
     # ── the run's side ──
 
     def ask(self, ask: LeaseAsk) -> LeaseGranted:
-        """Grant a lease, whose engine then starts. Raises LeaseRefused: nothing has changed."""
+        """Grant a lease, whose engine then starts. Raises Refused: nothing has changed."""
         engine = engine_config(ask)
         lease_id, token = secrets.token_hex(6), secrets.token_urlsafe(32)
         now_s = self._clock()
@@ -83,7 +83,7 @@ class Lending:
         """The model's path without links. Where the device's memory is the host's, the KV cache lies there, too."""
         kv_bytes = 0 if self.terms.is_gpu else engine.kv_cache_bytes
         if ask.arena_bytes <= 0:
-            raise LeaseRefused(400, "unusable size of the arena", got=f"{ask.arena_bytes} bytes", expected="what the model's weights need")
+            raise Refused(400, "unusable size of the arena", got=f"{ask.arena_bytes} bytes", expected="what the model's weights need")
         return Ask(
             run_id=ask.run_id,
             model=Path(os.path.realpath(ask.model)),
@@ -94,17 +94,17 @@ class Lending:
         )
 
     def opened(self, token: str) -> Lease:
-        """The lease that a token opens. Raises LeaseRefused: 401, 410."""
+        """The lease that a token opens. Raises Refused: 401, 410."""
         return self._book.opened(token, self._clock())
 
     def renew(self, lease: Lease, ttl_s: float) -> AgentStatus:
-        """Keep the lease. Raises LeaseRefused: 400, 410."""
+        """Keep the lease. Raises Refused: 400, 410."""
         self._book.renew(lease.lease_id, ttl_s, self._clock())
         self._changed.set()
         if self._stay is None or not self._stay.is_up:
             return AgentStatus([], [])
         name = self._stay.executor_id
-        return AgentStatus(self._samples(), [name], {name: self._stay.state()})
+        return AgentStatus(samples(self._device), [name], {name: self._stay.state()})
 
     def release(self, lease: Lease) -> None:
         """The run is done with it."""
@@ -131,18 +131,10 @@ class Lending:
         lease = self._book.find(lease_id)
         return "" if lease is None or lease.reason is None else lease.reason.value
 
-    def _samples(self) -> list[DeviceSample]:
-        """None where the device cannot be measured now: the renewal counts all the same."""
-        try:
-            return [self._device.sample()]
-        except Exception as error:  # counters written by another program: no reason to refuse a renewal
-            say(f"the device's use cannot be measured: {error!r}")
-            return []
-
     # ── the operator's side ──
 
     async def change(self, change: LendChange) -> LendStatus:
-        """New terms. Returns when the device is free, where they revoke the lease that has it. Raises LeaseRefused 400."""
+        """New terms. Returns when the device is free, where they revoke the lease that has it. Raises Refused 400."""
         begin_s, before = time.monotonic(), self._book.current
         self._book.change(change.lending, change.max_frac)
         self.terms_changed.set()
@@ -222,20 +214,20 @@ class Lending:
 
 
 def engine_config(ask: LeaseAsk) -> EngineConfig:
-    """The engine that is asked for. Raises LeaseRefused 400: keys unknown, values out of range."""
+    """The engine that is asked for. Raises Refused 400: keys unknown, values out of range."""
     try:
         return EngineConfig.model_validate(ask.engine)
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise LeaseRefused(400, "unusable engine", got=problems, expected=", ".join(EngineConfig.model_fields)) from error
+        raise Refused(400, "unusable engine", got=problems, expected=", ".join(EngineConfig.model_fields)) from error
 
 
 def check_names(ask: LeaseAsk) -> None:
-    """Raises LeaseRefused 400: a name that cannot name a file."""
+    """Raises Refused 400: a name that cannot name a file."""
     names = [ask.executor_id] if ask.relay is None else [ask.executor_id, ask.relay.name]
     for name in names:
         if RUN_ID.fullmatch(name) is None or name in (".", ".."):
-            raise LeaseRefused(400, "unusable name", got=repr(name[:80]), expected=RUN_ID.pattern)
+            raise Refused(400, "unusable name", got=repr(name[:80]), expected=RUN_ID.pattern)
 
 
 def free_host_bytes(folder: Path) -> int:

@@ -12,11 +12,10 @@ from pathlib import Path
 import httpx
 from aiohttp import web
 
-from rose_hpc.coserve.lease_api import refusals
 from rose_hpc.coserve.lease_messages import LendChange, LendStatus
 from rose_hpc.coserve.lending import CLEARING_DEADLINE_S, Lending
 from rose_hpc.errors import ControlError
-from rose_hpc.http_api import received, reply
+from rose_hpc.http_api import received, refusals, reply
 from rose_hpc.messages import Fault, decode, encode
 
 ROUTE = "/v1/lend"

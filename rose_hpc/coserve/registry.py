@@ -13,7 +13,6 @@ removed when an agent of the same user starts on the same machine. A file that c
 from __future__ import annotations
 
 import os
-import re
 import socket
 import stat
 import time
@@ -29,14 +28,14 @@ from rose_hpc.errors import ConfigError, EnvironmentFault
 HEARTBEAT_S = 2.0
 STALE_S = 15.0
 MAX_ENTRY_BYTES = 1 << 16
-NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
+NAME_PATTERN = r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}$"  # of agents
 GROUP_MAY_READ = 0o040
 
 
 class AgentEntry(Section):
     """One agent. key: asks for leases; operator_socket: on its host, for its owner; beat_s: Unix time of the last heartbeat."""
 
-    name: str = Field(..., pattern=rf"^{NAME.pattern}$")
+    name: str = Field(..., pattern=NAME_PATTERN)
     host: str
     pid: int
     pid_started_s: float

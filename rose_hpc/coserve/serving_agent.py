@@ -30,7 +30,7 @@ from rose_hpc.control import TOKEN_FILE, publish_address, write_private
 from rose_hpc.coserve.agent import say
 from rose_hpc.coserve.attached import AttachedServing
 from rose_hpc.coserve.device import Device
-from rose_hpc.coserve.engine import is_cpu_build
+from rose_hpc.coserve.engine import device_cores, is_cpu_build
 from rose_hpc.coserve.lease_api import LeaseRoutes
 from rose_hpc.coserve.lease_book import Terms
 from rose_hpc.coserve.lease_messages import LeaseAsk, RelayAsk
@@ -69,7 +69,7 @@ class ServingAgent:
         self._take_up(self._registry.claim(self._spec.name))
         self._spec.logs_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         async with AttachedServing(self._attach) as server:
-            device = Device(self._spec.name, self._device_cpus, quota_beside(server.pid), self._attach.board)
+            device = Device(self._spec.name, device_cores(self._spec.serving), quota_beside(server.pid), self._attach.board)
             try:
                 device.serving_up(server.pid)
                 await first_of(stop=stop.wait(), serving=server.ended(), lending=self._lend(device))
@@ -84,13 +84,9 @@ class ServingAgent:
             self._terms = replace(self._terms, lending=left.lending, max_frac=max_frac)
             say(f"{left.name} was killed; as before, {f'at most {max_frac:g} is lent' if left.lending else 'nothing is lent'}")
 
-    @property
-    def _device_cpus(self) -> list[int]:
-        return self._spec.serving.device_cpus if is_cpu_build() else []
-
     async def _lend(self, device: Device) -> None:
         """For ever: the server and the operator end it."""
-        make_stay = StayFactory(self._spec, self._attach.board, device, self._device_cpus)
+        make_stay = StayFactory(self._spec, self._attach.board, device)
         lending = Lending(self._spec.name, self._terms, device, self._home.path, make_stay)
         async with AsyncExitStack() as stack:
             routes = LeaseRoutes(lending, self._key, lambda: self._url)
@@ -138,8 +134,8 @@ class ServingAgent:
 class StayFactory:
     """Makes the stay of a lease from what the run asked for; the rest is the operator's."""
 
-    def __init__(self, spec: ServeSpec, board: Path, device: Device, off_cpus: list[int]) -> None:
-        self._spec, self._board, self._device, self._off_cpus = spec, board, device, off_cpus
+    def __init__(self, spec: ServeSpec, board: Path, device: Device) -> None:
+        self._spec, self._board, self._device = spec, board, device
 
     def __call__(self, ask: LeaseAsk, engine: EngineConfig, folder: Path) -> Stay:
         """folder: the lease's own. Raises pydantic's ValidationError for what no specification takes; nothing has started then."""
@@ -173,7 +169,7 @@ class StayFactory:
             deadline_s=ask.deadline_s,
             lease_ttl_s=self._spec.max_ttl_s,
         )
-        return RelayProcess(spec, folder, self._spec.logs_dir, self._off_cpus)
+        return RelayProcess(spec, folder, self._spec.logs_dir, device_cores(self._spec.serving))
 
 
 def terms_of(spec: ServeSpec) -> Terms:

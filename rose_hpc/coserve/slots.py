@@ -126,6 +126,15 @@ class SlotWriter:
         os.close(self._fd)
 
 
+def read_record(path: Path, capacity: int) -> Record | None:
+    """The newest whole record of a file; None: no file, or none written yet. Raises RoseError: see SlotReader.read."""
+    reader = SlotReader(path, capacity)
+    try:
+        return reader.read()
+    finally:
+        reader.close()
+
+
 class SlotReader:
     """Reads the newest whole record. Opens the file when it is there; `reopen` looks for a file that has taken its place."""
 

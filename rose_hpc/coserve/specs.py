@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from rose_hpc.config import EngineConfig, GateConfig, Section, SloConfig
+from rose_hpc.coserve.registry import NAME_PATTERN
 from rose_hpc.weights.relay_spec import RelaySpec
 
 
@@ -84,7 +85,7 @@ class ServeSpec(Section):
     serving: what starts it, or of an attached one what the gate and the device need to know. attach: always there for the agent itself.
     """
 
-    name: str = Field(..., pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}$", description="of the agent in the registry")
+    name: str = Field(..., pattern=NAME_PATTERN, description="of the agent in the registry")
     serving: ServingSpec
     attach: AttachSpec | None = None
     registry: Path

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rose_hpc.coserve.kv_pages import HeldReader, block_ids, block_ranges, give_back, whole_pages
+from rose_hpc.coserve.kv_pages import block_ranges, give_back, read_held, whole_pages
 from rose_hpc.errors import RoseError
 from rose_hpc.weights.vllm_backend import RoseWorkerExtension, unexpected
 
@@ -31,12 +31,6 @@ class LentWorkerExtension(RoseWorkerExtension):
         caches: list[torch.Tensor] = self.model_runner.kv_caches
         if not caches or caches[0].device.type != "cpu":
             return 0
-        reader = HeldReader(board, config.num_blocks)
-        try:
-            record = reader.read()
-        finally:
-            reader.close()
-        if record is None:
-            return 0
+        held = read_held(board, config.num_blocks)
         storage = caches[0].untyped_storage()  # all layers share one
-        return give_back(whole_pages(block_ranges(block_ids(record), config.kv_cache_tensors), storage.data_ptr()))
+        return give_back(whole_pages(block_ranges(held, config.kv_cache_tensors), storage.data_ptr()))

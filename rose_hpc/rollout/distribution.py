@@ -30,8 +30,9 @@ from rose_hpc.errors import DigestMismatch, TransferTimeout
 from rose_hpc.messages import FetchVersion, RelayMember, VersionFetched, WorkerUp
 from rose_hpc.metrics.writer import MetricsClient
 from rose_hpc.rollout.known_arenas import KnownArenas, Place
-from rose_hpc.rollout.published import KEYFRAME, NOTHING, Published, PublishedVersions, Stage
+from rose_hpc.rollout.published import NOTHING, Published, PublishedVersions, Stage
 from rose_hpc.rollout.workers import NoReply, WorkerPool
+from rose_hpc.weights.relay_messages import KEYFRAME
 from rose_hpc.weights.relay_spec import TREE_COST
 from rose_hpc.weights.transport.framing import key_for
 from rose_hpc.weights.tree import Member, plan_trees, rounded

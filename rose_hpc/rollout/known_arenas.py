@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rose_hpc.messages import WorkerUp
-from rose_hpc.rollout.published import KEYFRAME, NOTHING, PublishedVersions, Stage
+from rose_hpc.rollout.published import NOTHING, PublishedVersions, Stage
 from rose_hpc.rollout.workers import WorkerPool
+from rose_hpc.weights.relay_messages import KEYFRAME
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rose_hpc.weights.relay_messages import KEYFRAME
+
 NOTHING = -1
-KEYFRAME = -1  # base of a version whose buckets are all dense
 
 
 @dataclass(frozen=True)

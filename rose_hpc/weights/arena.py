@@ -211,8 +211,7 @@ class Arena(ArenaImage):
     def begin_keyframe(self, deadline_s: float = LOCK_DEADLINE_S) -> None:
         """From here on the image is nothing, until `finish_keyframe`. Raises TransferTimeout when readers do not leave."""
         decoders = self._decoders()
-        with self.writing(deadline_s):
-            self._state.write(EMPTY, "")
+        self.disown(deadline_s)
         self._keyframe = Keyframe(decoders)
 
     def disown(self, deadline_s: float) -> None:

@@ -19,8 +19,9 @@ import mmap
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from rose_hpc.errors import EnvironmentFault, WeightsError
 
@@ -28,6 +29,8 @@ TEMPORARY = "."  # first character of names that mean nothing
 MAX_JSON_BYTES = 64 << 20
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _serial = itertools.count()
+
+T = TypeVar("T")
 
 
 def make_folder(path: Path) -> None:
@@ -103,6 +106,24 @@ def file_stamp(path: str) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return status.st_ino, status.st_mtime_ns
+
+
+class WatchedFile(Generic[T]):
+    """What a file of ours holds, parsed anew when another has taken its place. parse: of its content, None where there is none."""
+
+    def __init__(self, path: Path, parse: Callable[[bytes | None], T], max_bytes: int = MAX_JSON_BYTES) -> None:
+        self._path, self._parse, self._max_bytes = os.fspath(path), parse, max_bytes
+        self._stamp: tuple[int, int] | None = None
+        self._found: T
+
+    def read(self) -> T:
+        """Raises what `parse` raises, and WeightsError when the file is longer than max_bytes."""
+        stamp = file_stamp(self._path)
+        if stamp is None:
+            return self._parse(None)
+        if stamp != self._stamp:
+            self._found, self._stamp = self._parse(read_file(self._path, self._max_bytes)), stamp
+        return self._found
 
 
 def map_file(path: Path | str, nbytes: int | None = None, writable: bool = False) -> mmap.mmap | None:

@@ -10,7 +10,6 @@ Invariants
 from __future__ import annotations
 
 import json
-import os
 import struct
 import time
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from rose_hpc.errors import LayoutError, WeightsError
 from rose_hpc.weights import wire
-from rose_hpc.weights.arena_files import allocate_file, check_folder, file_stamp, make_folder, read_file, remove_file, sweep, write_file
+from rose_hpc.weights.arena_files import WatchedFile, allocate_file, check_folder, make_folder, read_file, remove_file, sweep, write_file
 from rose_hpc.weights.arena_journal import JOURNAL_BYTES
 from rose_hpc.weights.arena_locks import ImageLock
 from rose_hpc.weights.bucket_plan import BucketPlan
@@ -102,27 +101,23 @@ class StateFile:
     """What the image is, and which of its bytes are meant: BucketPlan.covers, "" where it is nothing."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = os.fspath(folder / STATE)
-        self._stamp: tuple[int, int] | None = None
-        self._found = (EMPTY, "")
+        self._path = folder / STATE
+        self._file = WatchedFile(self._path, _parsed_state)
 
     def read(self) -> tuple[ArenaState, str]:
-        """Read anew when it has been written: by rename, so that it is another file then."""
-        stamp = file_stamp(self._path)
-        if stamp is None:
-            return EMPTY, ""
-        if stamp != self._stamp:
-            content = read_file(self._path)
-            if content is None:
-                return EMPTY, ""
-            tree = json.loads(content)
-            covers = tree.pop("covers")
-            self._found, self._stamp = (ArenaState(**tree), covers), stamp
-        return self._found
+        return self._file.read()
 
     def write(self, state: ArenaState, covers: str) -> None:
         """From here on the image is this."""
         write_file(self._path, [json.dumps({**asdict(state), "covers": covers}).encode()])
+
+
+def _parsed_state(content: bytes | None) -> tuple[ArenaState, str]:
+    if content is None:
+        return EMPTY, ""
+    tree = json.loads(content)
+    covers = tree.pop("covers")
+    return ArenaState(**tree), covers
 
 
 # ── plan.bin ──
@@ -132,23 +127,20 @@ class PlanFile:
     """The routing plan and the size of buckets; read anew when another process has changed it."""
 
     def __init__(self, folder: Path, layout: ImageLayout) -> None:
-        self._path, self._layout = os.fspath(folder / PLAN), layout
-        self._stamp: tuple[int, int] | None = None
-        self._found: BucketPlan | None = None
+        self._path, self._layout = folder / PLAN, layout
+        self._file = WatchedFile(self._path, self._parsed, MAX_PLAN_BYTES)
 
     def read(self) -> BucketPlan | None:
         """None before the first `write`. Raises LayoutError when the file is not a plan of this layout."""
-        stamp = file_stamp(self._path)
-        if stamp is None:
+        return self._file.read()
+
+    def _parsed(self, content: bytes | None) -> BucketPlan | None:
+        if content is None:
             return None
-        if stamp != self._stamp:
-            content = read_file(self._path, MAX_PLAN_BYTES)
-            if content is None or len(content) < _BUCKET_BYTES.size:
-                raise LayoutError("not a routing plan", got=f"{self._path} cut short")
-            bucket_bytes = _BUCKET_BYTES.unpack_from(content)[0]
-            self._found = BucketPlan(from_bytes(content[_BUCKET_BYTES.size :], self._layout.image_bytes), bucket_bytes)
-            self._stamp = stamp
-        return self._found
+        if len(content) < _BUCKET_BYTES.size:
+            raise LayoutError("not a routing plan", got=f"{self._path} cut short")
+        bucket_bytes = _BUCKET_BYTES.unpack_from(content)[0]
+        return BucketPlan(from_bytes(content[_BUCKET_BYTES.size :], self._layout.image_bytes), bucket_bytes)
 
     def write(self, plan: RoutingPlan, bucket_bytes: int) -> None:
         write_file(self._path, [_BUCKET_BYTES.pack(bucket_bytes), to_bytes(plan)])

@@ -52,10 +52,11 @@ class Audit:
         part = look.runs.span(look.done, min(look.done + PIECE_BYTES, look.runs.nbytes))
         look.found, look.done = combine([look.found, digest_runs(arena.image(), part)]), look.done + PIECE_BYTES
         if look.done >= look.runs.nbytes:
-            self._seen, self._look = look.version, None
+            self._look = None
             if look.found != look.expected:
-                arena.disown(LOCK_DEADLINE_S)
+                arena.disown(LOCK_DEADLINE_S)  # where readers do not let it be, the next look finds it again
                 print(f"relay: the image is not version {look.version} any more; a keyframe has to heal it", file=sys.stderr, flush=True)
+            self._seen = look.version
 
     def _due(self, arena: Arena) -> _Look | None:
         """The look under way, begun if it is time; one at a version that has gone is given up."""

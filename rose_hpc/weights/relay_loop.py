@@ -87,7 +87,7 @@ class Relay:
     def _look_at_image(self) -> None:
         try:
             self._audit.turn()
-        except WeightsError as error:  # tried again at the next version
+        except WeightsError as error:  # tried again
             print(f"relay: {error}", file=sys.stderr, flush=True)
 
     def _obey(self, command: Command | BaseException) -> bool:

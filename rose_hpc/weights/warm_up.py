@@ -14,11 +14,11 @@ import torch
 
 from rose_hpc.weights import kernels, runtime_memory
 from rose_hpc.weights.arena import Arena
-from rose_hpc.weights.codec import StreamDecoder, StreamEncoder
+from rose_hpc.weights.arena_copy import copy_keyframe
+from rose_hpc.weights.codec import StreamDecoder
 from rose_hpc.weights.codec_parts import Lanes
 from rose_hpc.weights.layout import Run
 from rose_hpc.weights.publisher import WeightPublisher
-from rose_hpc.weights.wire import plan_id
 
 ELEMENTS = 1 << 16
 CHANGED = (7, 300)  # every so manieth element: sparse, and sparser
@@ -36,7 +36,7 @@ def warm_up(folder: Path) -> None:
     sink = Arena.create(folder / "sink", source.layout)
     sink.set_plan(source.plan, source.bucket_bytes)
     streams = [s.stream_id for s in source.plan.streams]
-    _keyframe(source, sink, digest)
+    copy_keyframe(source, sink, 0, digest)
     for version, every in enumerate(CHANGED, start=1):
         bits[::every] += 1
         digest = publisher.publish(version).digest
@@ -56,15 +56,6 @@ def _decode(decoder: StreamDecoder, message: memoryview, image: Lanes) -> None:
     lanes, differences = decoder.changes(message)
     kernels.count_applied(kernels.read_only(image), lanes, differences, np.uint64(0))
     kernels.add_changes(image, lanes, differences)
-
-
-def _keyframe(source: Arena, sink: Arena, digest: int) -> None:
-    sink.begin_keyframe()
-    for stream in source.plan.streams:
-        encoder = StreamEncoder(stream, plan_id(source.plan.fingerprint), source.bucket_bytes)
-        for encoded in encoder.encode_dense(source.image(), 0):
-            sink.write_dense(encoded.message, 0)
-    sink.finish_keyframe(0, digest)
 
 
 def main() -> int:

@@ -6,22 +6,21 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import httpx
 import psutil
 from engine_harness import CONFIG, START_DEADLINE_S, TOKEN, Policies, family, kill, wait_until
+from serving_specs import serving_spec
 
 from rose_hpc.config import EngineConfig, GateConfig, SloConfig, TinyLlamaConfig
 from rose_hpc.coserve.quota import pin
 from rose_hpc.coserve.serving_process import serving_command, serving_environment
-from rose_hpc.coserve.specs import EngineSpec, ServingSpec
+from rose_hpc.coserve.specs import EngineSpec
 from rose_hpc.messages import GenerateRequest, GenerateResult, decode, encode
 from rose_hpc.models.llama import make_tiny_llama
 
 PLACES = 8  # of the serving engine
-PROMPT_TOKENS = 16
 TINY = TinyLlamaConfig(hidden_size=128, layers=2, heads=4, kv_heads=2, head_dim=32)
 
 
@@ -72,14 +71,12 @@ class Serving(Process):
     def __init__(self, folder: Path, board: Path, plug_in: bool = True) -> None:
         folder.mkdir(mode=0o700)
         make_tiny_llama(folder / "model", TINY, seed=0)
-        spec = ServingSpec(
+        spec = serving_spec(
+            folder,
             model_dir=folder / "model",
             socket=folder / "s",
             board=board,
             engine=EngineConfig(dtype="bfloat16", max_model_len=1024, kv_cache_bytes=32 << 20, max_concurrency=PLACES),
-            slo=SloConfig(),
-            gate=GateConfig(),
-            device_cpus=[0],
         )
         command = serving_command(spec)
         if not plug_in:
@@ -120,40 +117,6 @@ class Rollout(Process):
         response = self.http.post("/generate", content=encode(request))
         response.raise_for_status()
         return decode(response.content, GenerateResult)
-
-
-class Traffic:
-    """Closed-loop clients of a serving engine: each sends its next request when the last one is done, until told to stop."""
-
-    def __init__(self, serving: Serving, clients: int, output_tokens: int, pause_s: float = 0.0) -> None:
-        self.done, self.tokens = 0, 0
-        self.failures: list[httpx.HTTPError] = []
-        self._serving, self._output_tokens, self._pause_s = serving, output_tokens, pause_s
-        self._stop = threading.Event()
-        self._lock = threading.Lock()
-        self._threads = [threading.Thread(target=self._client) for _ in range(clients)]
-
-    def _client(self) -> None:
-        while not self._stop.is_set():
-            try:
-                tokens = self._serving.complete(PROMPT_TOKENS, self._output_tokens)
-            except httpx.HTTPError as error:
-                self.failures.append(error)
-                return
-            with self._lock:
-                self.done += 1
-                self.tokens += tokens
-            self._stop.wait(self._pause_s)
-
-    def __enter__(self) -> Traffic:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(60)
 
 
 class Pair:

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from coserve_harness import PLACES, PROMPT_TOKENS, Pair, Traffic
+from closed_loop import PROMPT_TOKENS, Traffic
+from coserve_harness import PLACES, Pair
 from engine_harness import turn, wait_until
 
 from rose_hpc.config import GateConfig, SloConfig

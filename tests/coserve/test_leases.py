@@ -9,7 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rose_hpc.coserve.lease_book import REMEMBERED, Ask, Lease, LeaseBook, LeaseRefused, Reason, Terms
+from rose_hpc.coserve.lease_book import REMEMBERED, Ask, Lease, LeaseBook, Reason, Terms
+from rose_hpc.errors import Refused
 
 MODEL = Path("/models/policy")
 TERMS = Terms(models=frozenset({MODEL}), devices=2, max_frac=0.5, max_ttl_s=10.0)
@@ -21,7 +22,7 @@ def granted(book: LeaseBook, ask: Ask = ASK, name: str = "1", now_s: float = 0.0
     return book.grant(ask, f"lease-{name}", f"token-{name}", PLENTY, now_s)
 
 
-def status_of(refused: pytest.ExceptionInfo[LeaseRefused]) -> int:
+def status_of(refused: pytest.ExceptionInfo[Refused]) -> int:
     return refused.value.status
 
 
@@ -47,7 +48,7 @@ class AnyLife(RuleBasedStateMachine):
         name = str(self.count)
         try:
             lease = granted(self.book, Ask(f"run-{name}", MODEL, 1, ceiling, ttl_s), name, self.now_s)
-        except LeaseRefused as refused:
+        except Refused as refused:
             assert not was_free or not terms.lending or ceiling > terms.max_frac
             if not was_free and ceiling <= terms.max_frac and terms.lending:
                 assert self.book.current is not None and self.book.current.run_id in str(refused)
@@ -63,7 +64,7 @@ class AnyLife(RuleBasedStateMachine):
         try:
             self.book.renew(lease_id, ttl_s, self.now_s)
             self.renewed_s = self.now_s
-        except LeaseRefused as refused:
+        except Refused as refused:
             assert refused.status == 410 and not self.book.current.held
 
     @precondition(lambda self: self.book.current is not None)
@@ -97,7 +98,7 @@ class AnyLife(RuleBasedStateMachine):
             try:
                 assert self.book.opened(token, self.now_s).lease_id == lease_id
                 assert lease_id not in self.reasons
-            except LeaseRefused as refused:
+            except Refused as refused:
                 lease = self.book.find(lease_id)
                 if lease is not None:
                     assert refused.status == 410 and lease.reason is not None and lease.reason.value in str(refused)
@@ -114,7 +115,7 @@ def test_a_lease_is_over_when_nobody_renews_it_and_a_renewal_is_worth_at_most_th
     assert lease.expires_s == 5.0
     assert book.renew(lease.lease_id, 1e9, 4.0).expires_s == 14.0
     assert book.opened("token-1", 13.9).held
-    with pytest.raises(LeaseRefused, match="is over: expired") as refused:
+    with pytest.raises(Refused, match="is over: expired") as refused:
         book.opened("token-1", 14.0)
     assert status_of(refused) == 410
 
@@ -123,7 +124,7 @@ def test_a_second_run_hears_who_has_the_device_also_while_it_is_cleared() -> Non
     book = LeaseBook(TERMS)
     lease = granted(book)
     for _ in range(2):
-        with pytest.raises(LeaseRefused, match="run run-a has it") as refused:
+        with pytest.raises(Refused, match="run run-a has it") as refused:
             granted(book, Ask("run-b", MODEL, ceiling_frac=0.1), "2")
         assert status_of(refused) == 409
         book.end(lease.lease_id, Reason.REVOKED)
@@ -151,11 +152,11 @@ def test_a_second_run_hears_who_has_the_device_also_while_it_is_cleared() -> Non
 )
 def test_what_cannot_be_granted_is_refused_and_changes_nothing(ask: Ask, terms: Terms, free_bytes: int, status: int, said: str) -> None:
     book = LeaseBook(terms)
-    with pytest.raises(LeaseRefused, match=said) as refused:
+    with pytest.raises(Refused, match=said) as refused:
         book.grant(ask, "lease-1", "token-1", free_bytes, 0.0)
     assert status_of(refused) == status
     assert book.current is None
-    with pytest.raises(LeaseRefused, match="missing or wrong"):
+    with pytest.raises(Refused, match="missing or wrong"):
         book.opened("token-1", 0.0)
 
 
@@ -171,7 +172,7 @@ def test_less_to_lend_revokes_a_lease_of_more_and_spares_one_of_less() -> None:
     assert book.current is not None and book.current.held
     book.change(max_frac=0.2)
     assert book.find(lease.lease_id) == book.current and book.current.reason == Reason.REVOKED
-    with pytest.raises(LeaseRefused, match="max_frac"):
+    with pytest.raises(Refused, match="max_frac"):
         book.change(max_frac=1.2)
 
 
@@ -188,6 +189,6 @@ def test_a_token_of_long_ago_is_simply_unknown() -> None:
         book.end(lease.lease_id, Reason.RELEASED)
         book.vacate(lease.lease_id)
     for token, status in (("token-0", 401), ("token-1", 410), ("", 401)):
-        with pytest.raises(LeaseRefused) as refused:
+        with pytest.raises(Refused) as refused:
             book.opened(token, 0.0)
         assert status_of(refused) == status

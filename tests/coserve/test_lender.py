@@ -8,13 +8,13 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from serving_specs import serving_spec
 
-from rose_hpc.config import EngineConfig, GateConfig, SloConfig
 from rose_hpc.coserve.board import BoardWriter
 from rose_hpc.coserve.device import Device
 from rose_hpc.coserve.lender import RESTARTS, Lender
 from rose_hpc.coserve.quota import GateOnly
-from rose_hpc.coserve.specs import AgentSpec, EngineOffer, ServingSpec
+from rose_hpc.coserve.specs import AgentSpec, EngineOffer
 from rose_hpc.errors import ConfigError, RunFailed
 
 DEADLINE_S = 30
@@ -40,15 +40,7 @@ class Stays:
 
 @pytest.fixture
 def spec(tmp_path: Path) -> AgentSpec:
-    serving = ServingSpec(
-        model_dir=tmp_path,
-        socket=tmp_path / "serving.sock",
-        board=tmp_path / "board",
-        engine=EngineConfig(),
-        slo=SloConfig(),
-        gate=GateConfig(),
-        device_cpus=[0],
-    )
+    serving = serving_spec(tmp_path)
     offer = EngineOffer(executor_id="lent-0", model_dir=tmp_path, arena=tmp_path)
     return AgentSpec(agent_id="lender-0", kind="opportunistic", serving=serving, control_dir=tmp_path, logs_dir=tmp_path, engines=[offer])
 

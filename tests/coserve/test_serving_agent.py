@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
+from serving_specs import serving_spec
 
-from rose_hpc.config import EngineConfig, GateConfig, SloConfig, read_spec
+from rose_hpc.config import EngineConfig, read_spec
 from rose_hpc.control import read_address, read_token
 from rose_hpc.coserve.device import Device
 from rose_hpc.coserve.gate import gate_settings
@@ -16,7 +17,7 @@ from rose_hpc.coserve.lease_messages import LeaseAsk, LeaseGranted, RelayAsk
 from rose_hpc.coserve.quota import GateOnly
 from rose_hpc.coserve.relay_process import RelayProcess
 from rose_hpc.coserve.serving_agent import StayFactory, terms_of
-from rose_hpc.coserve.specs import AttachSpec, ServeSpec, ServingSpec
+from rose_hpc.coserve.specs import AttachSpec, ServeSpec
 from rose_hpc.errors import ConfigError
 from rose_hpc.messages import decode, encode
 from rose_hpc.weights.relay_spec import RelayNode, RelaySpec
@@ -28,15 +29,7 @@ RELAY = RelayAsk("relay-7", "http://10.0.0.1:1234", "token-of-the-run", bucket_b
 def spec(tmp_path: Path) -> ServeSpec:
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy" / "config.json").write_text("{}")
-    serving = ServingSpec(
-        model_dir=tmp_path,
-        socket=tmp_path / "s",
-        board=tmp_path / "board",
-        engine=EngineConfig(),
-        slo=SloConfig(),
-        gate=GateConfig(),
-        device_cpus=[0],
-    )
+    serving = serving_spec(tmp_path)
     return ServeSpec(
         name="op",
         serving=serving,
@@ -55,7 +48,7 @@ def ask(tmp_path: Path) -> LeaseAsk:
 def test_engine_and_relay_of_a_lease_meet_in_its_private_folder_and_the_gate_is_the_operators(spec: ServeSpec, tmp_path: Path) -> None:
     folder = tmp_path / "lease-1"
     folder.mkdir(mode=0o700)
-    make_stay = StayFactory(spec, tmp_path / "board", Device("op", [], GateOnly(), tmp_path / "board"), [])
+    make_stay = StayFactory(spec, tmp_path / "board", Device("op", [], GateOnly(), tmp_path / "board"))
     stay = make_stay(ask(tmp_path), EngineConfig(max_concurrency=3), folder)
     assert (stay.executor_id, stay.max_concurrency, stay.relay_name) == ("lent-0", 3, "relay-7")
     assert read_token(folder / "control") == "token-of-the-run" and read_address(folder / "control", 0) == "http://10.0.0.1:1234"

@@ -21,9 +21,8 @@ from rose_hpc.config import EngineConfig
 from rose_hpc.coserve.processes import remove_shared_memory, worker_groups
 from rose_hpc.coserve.specs import EngineOffer, EngineSpec
 from rose_hpc.messages import EngineHealth, GenerateRequest, GenerateResult, UpdateRequest, UpdateResult, decode, encode
-from rose_hpc.weights import wire
 from rose_hpc.weights.arena import Arena
-from rose_hpc.weights.codec import StreamEncoder
+from rose_hpc.weights.arena_copy import copy_keyframe
 from rose_hpc.weights.publisher import PublishedShard, WeightPublisher
 
 TOKEN = "token-of-the-tests"
@@ -119,12 +118,7 @@ class Policies:
 
     def _deliver_keyframe(self, shard: PublishedShard) -> None:
         self._sink.prune(0)
-        self._sink.begin_keyframe()
-        for stream in self._source.plan.streams:
-            encoder = StreamEncoder(stream, wire.plan_id(self._source.plan.fingerprint), self._source.bucket_bytes)
-            for encoded in encoder.encode_dense(self._source.image(), shard.version):
-                self._sink.write_dense(encoded.message)
-        assert self._sink.finish_keyframe(shard.version, shard.digest).verified
+        assert copy_keyframe(self._source, self._sink, shard.version, shard.digest).verified
 
     def _deliver_delta(self, shard: PublishedShard) -> None:
         streams = tuple(self._source.stored(shard.version))

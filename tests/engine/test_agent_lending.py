@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from closed_loop import Traffic
 from engine_harness import Policies, alive, family, kill, turn, wait_until
 
 from rose_hpc.config import TinyLlamaConfig
@@ -82,34 +82,21 @@ class Operator:
         assert not left
 
 
-class Users:
-    """Two users of the serving engine, request after request, who leave it some time: a lent engine cannot even start without."""
+class Server:
+    """The serving engine as its users see it."""
 
     def __init__(self, socket: Path) -> None:
-        self.done, self.failures = 0, list[str]()
-        self._stop, self._socket = threading.Event(), socket
-        self._threads = [threading.Thread(target=self._use) for _ in range(2)]
+        self._socket = socket
 
-    def _use(self) -> None:
+    def complete(self, prompt_tokens: int, output_tokens: int) -> int:
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(self._socket)), base_url="http://serving", timeout=30) as http:
-            while not self._stop.is_set():
-                body = {"model": "llama", "prompt": [7] * 16, "max_tokens": 20, "ignore_eos": True}
-                try:
-                    http.post("/v1/completions", json=body).raise_for_status()
-                    self.done += 1
-                except httpx.HTTPError as error:
-                    self.failures.append(repr(error))
-                self._stop.wait(0.3)
+            body = {"model": "llama", "prompt": [7] * prompt_tokens, "max_tokens": output_tokens, "ignore_eos": True}
+            return int(http.post("/v1/completions", json=body).raise_for_status().json()["usage"]["completion_tokens"])
 
-    def __enter__(self) -> Users:
-        for thread in self._threads:
-            thread.start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(40)
+def users(operator: Operator) -> Traffic:
+    """Two of them, who leave it some time: a lent engine cannot even start without."""
+    return Traffic(Server(operator.socket), clients=2, output_tokens=20, pause_s=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -144,14 +131,14 @@ def test_a_killed_agent_costs_no_user_a_request_and_the_next_one_clears_up_and_l
     assert (home_of(entry) / f"lease-{lease_id}").is_dir()
     engine = family(entry.pid)
     assert engine
-    with Users(operator.socket) as users:
-        wait_until(lambda: users.done > 5, 30, "the first requests")
+    with users(operator) as traffic:
+        wait_until(lambda: traffic.done > 5, 30, "the first requests")
         os.kill(entry.pid, signal.SIGKILL)
         wait_until(lambda: not alive(engine), 10, "the lent engine's end")
         after = operator.entry(not_pid=entry.pid)
-        done = users.done
-        wait_until(lambda: users.done > done + 20, 30, "requests after the kill")
-    assert not users.failures
+        done = traffic.done
+        wait_until(lambda: traffic.done > done + 20, 30, "requests after the kill")
+    assert not traffic.failures
     assert not home_of(entry).exists() and home_of(after).is_dir()
     assert after.state == "free" and after.key != entry.key
 
@@ -184,9 +171,9 @@ def test_a_run_generates_on_a_lent_device_until_the_operator_takes_it_back(opera
             await client.renew(10.0)
             await asyncio.sleep(2.0)
 
-    with Users(operator.socket) as users:
+    with users(operator) as traffic:
         freed_s, partial, reason = asyncio.run(asyncio.wait_for(work(), 200))
-    assert not users.failures
+    assert not traffic.failures
     assert freed_s <= 1.0
     assert (partial.finish_reason, reason) == ("abort", "revoked") and 0 < len(partial.token_ids) < 4000
 

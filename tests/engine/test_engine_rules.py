@@ -12,13 +12,15 @@ import time
 from pathlib import Path
 
 import pytest
+from serving_specs import serving_spec
 
-from rose_hpc.config import EngineConfig, GateConfig, SloConfig, read_spec
+from rose_hpc.config import EngineConfig, read_spec
 from rose_hpc.coserve.agent_process import socket_folder
 from rose_hpc.coserve.engine import MAX_SOCKET_PATH_BYTES, check_socket, engine_environment
-from rose_hpc.coserve.lease import Lease, granted_s
+from rose_hpc.coserve.lease import Lease
+from rose_hpc.coserve.lease_book import granted_s
 from rose_hpc.coserve.serving_process import serving_environment
-from rose_hpc.coserve.specs import AgentSpec, EngineSpec, ServingSpec
+from rose_hpc.coserve.specs import AgentSpec, EngineSpec
 from rose_hpc.errors import ConfigError, EnvironmentFault
 from rose_hpc.http_api import Refused, first_of
 from rose_hpc.weights.vllm_plugin import ENGINE_PID_VARIABLE, RAW_WEIGHTS_VARIABLE
@@ -58,18 +60,6 @@ def test_the_users_threads_log_level_and_plugins_are_respected(tmp_path: Path) -
     inherited = {"OMP_NUM_THREADS": "8", "VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_PLUGINS": "theirs"}
     wanted = engine_environment(engine_spec(tmp_path), inherited, cpu=True)
     assert [wanted[name] for name in inherited] == ["8", "DEBUG", "theirs,rose_hpc"]
-
-
-def serving_spec(folder: Path) -> ServingSpec:
-    return ServingSpec(
-        model_dir=folder,
-        socket=folder / "serving.sock",
-        board=folder / "board",
-        engine=EngineConfig(),
-        slo=SloConfig(),
-        gate=GateConfig(),
-        device_cpus=[0],
-    )
 
 
 def test_a_users_list_of_plugins_does_not_keep_ours_from_the_serving_engine(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ from rose_hpc.errors import DigestMismatch, TransferTimeout
 from rose_hpc.messages import RelayAddress, VersionFetched, WorkerUp
 from rose_hpc.rollout.distribution import Distribution
 from rose_hpc.rollout.known_arenas import Place
-from rose_hpc.rollout.published import KEYFRAME, Published
+from rose_hpc.rollout.published import Published
 from rose_hpc.rollout.workers import NoReply
+from rose_hpc.weights.relay_messages import KEYFRAME
 from rose_hpc.weights.transport.framing import key_for
 
 PLACES = {

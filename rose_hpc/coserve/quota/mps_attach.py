@@ -17,11 +17,11 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from rose_hpc.control import UNIX
 from rose_hpc.coserve.quota.mps import MpsQuota
 from rose_hpc.coserve.quota.mps_control import Client
 from rose_hpc.errors import EnvironmentFault
 
-UNIX = "unix:"
 CONNECT_DEADLINE_S = 2.0
 ANY_ADDRESS = ("0.0.0.0", "::")
 PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: unix(7), SO_PEERCRED

@@ -134,9 +134,9 @@ class MpsControl:
         """In percent, of servers to come. The cheapest question that the daemon itself answers: whether it is up."""
         return self._number("get_default_active_thread_percentage")
 
-    def quit(self) -> None:
+    def quit(self, deadline_s: float) -> None:
         """End the daemon and its servers. Returns when it has been told, not when it is gone."""
-        self.ask("quit")
+        self.ask("quit", deadline_s)
 
     def _pids(self, command: str) -> list[int]:
         reply = self.ask(command)

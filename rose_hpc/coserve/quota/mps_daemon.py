@@ -240,7 +240,7 @@ class MpsDaemon:
         if self._process is not None and not gone(self._process):
             family.append(self._process)
             try:
-                self.control.ask("quit", deadline_s / 3)
+                self.control.quit(deadline_s / 3)
                 until(lambda: all(map(gone, family)), deadline_s / 3)
             except RunFailed as failure:
                 log.warning("the MPS control daemon did not take `quit`: %s", failure)
