@@ -87,13 +87,13 @@ class Replay:
         """What is served, once it is; None where we are told to stop before."""
         answer = asyncio.create_task(await_model(self._session, self._spec.start_deadline_s))
         stopped = asyncio.create_task(self._stopped.wait())
-        await asyncio.wait((answer, stopped), return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        if answer.done():
-            return answer.result()
-        answer.cancel()
-        await asyncio.wait((answer,))
-        return None
+        try:
+            await asyncio.wait((answer, stopped), return_when=asyncio.FIRST_COMPLETED)
+        finally:  # a wait that is cancelled leaves its tasks alone
+            answer.cancel()
+            stopped.cancel()
+            await asyncio.gather(answer, stopped, return_exceptions=True)
+        return None if answer.cancelled() else answer.result()
 
     async def _send_all(self, model: ServedModel) -> None:
         requests = self._within_limits(self._fit(model.max_total_tokens))

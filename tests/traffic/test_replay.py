@@ -19,7 +19,8 @@ from rose_hpc.config import SloConfig, TrafficConfig
 from rose_hpc.errors import EnvironmentFault, UsageError
 from rose_hpc.lifeline import last_words
 from rose_hpc.metrics import Run
-from rose_hpc.traffic.replay import run_replay
+from rose_hpc.traffic.record import Recorder
+from rose_hpc.traffic.replay import Replay, run_replay
 from rose_hpc.traffic.spec import ReplaySpec
 
 WAIT_S = 30.0
@@ -300,3 +301,15 @@ def test_the_process_says_why_it_cannot_start(bench: Bench, tmp_path: Path) -> N
     status, errors = asyncio.run(scenario())
     assert status == 2
     assert "not healthy" in str(last_words(errors.decode()))
+
+
+def test_a_replay_that_is_cancelled_before_its_server_is_up_leaves_no_task(tmp_path: Path) -> None:
+    async def life() -> set[asyncio.Task[None]]:
+        replay = Replay(ReplaySpec(url=f"unix:{tmp_path}/absent"), Recorder(SloConfig(), None))
+        running = asyncio.create_task(replay.run())
+        await asyncio.sleep(0.2)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
+    assert asyncio.run(life()) == set()
