@@ -6,12 +6,15 @@
     busy, record older than stale_s, writer lives ────────────▶ hold    (stuck in a long step, or stopped: its users wait)
     busy, record older than stale_s, writer is gone ──────────▶ all     (nothing left to protect; a new file is looked for)
     busy, and some of the step is predicted to fit the slack ─▶ that much
-    busy otherwise ───────────────────────────────────────────▶ hold    (asleep on the board's FIFO, at most hold_cap_s at a time)
+    busy otherwise ───────────────────────────────────────────▶ hold    (asleep on the board's FIFO, for hold_cap_s, then longer)
 
 A step's time is predicted from its prompt tokens and decoding requests (step_estimate.py). Before the first prompt the cost of one is
 not known: a chunk of the least size finds out. While there is slack, and the prediction alone holds a step, the prediction shrinks,
 until the step is tried again. Beside an idle engine nothing is held, but a request that comes waits for the step in flight: that
 is why prompts are cut there too.
+
+Each held decision costs the engine a turn of its loop, on a device that serving has a use for: while it stays held they get rarer, twice
+as long each, up to LONGEST_HOLD times hold_cap_s. What loosens the gate wakes it at any length; requests and aborts wait for its end.
 
 Where serving is known to be there, the first row must not decide: the lender starts no rollout engine before it has read the board.
 
@@ -40,6 +43,7 @@ __all__ = ["COUNTERS", "Gate", "GateSettings", "GateStats", "gate_settings", "re
 
 LOOK_AGAIN_S = 0.5  # between two looks for a board that is not there
 IDLE_FRAC = 0.1  # of ttft_s: the default of idle_step_s
+LONGEST_HOLD = 10.0  # times hold_cap_s: about 1 % of a core instead of 7 %
 LONGEST_GAP_S = 1.0  # between two decisions that belong together: what lies longer apart was spent without work
 
 
@@ -126,6 +130,7 @@ class Gate:
         self._flying: deque[_Flight] = deque()
         self._reactions = Reactions()
         self._decided_s = self._last_end_s = -math.inf
+        self._hold_s = settings.hold_cap_s
         self.stats = GateStats(late_steps=self._reactions.late_steps, reactions=self._reactions.times)
         self._store()
 
@@ -142,8 +147,8 @@ class Gate:
     def admit(self, needs: Sequence[int], most: int) -> int:
         """Token budget of a step that would spend it on requests with these needs, in this order; at most `most`; 0: hold.
 
-        needs: tokens that each still has to compute; 1: it decodes. Sleeps up to hold_cap_s for it, woken by the board; not while
-        a step is in flight, whose output must not be kept waiting.
+        needs: tokens that each still has to compute; 1: it decodes. Sleeps for it, woken by the board; not while a step is in flight,
+        whose output must not be kept waiting.
         """
         begin_s = now_s = self._clock()
         slack = self._look(now_s)
@@ -151,7 +156,7 @@ class Gate:
         if self._reading is not None and self._reading.busy_since_s is not None:
             self._reactions.looked(self._reading.busy_since_s, tokens > 0)
         if not tokens:
-            end_s = begin_s if self._flying else begin_s + self._settings.hold_cap_s
+            end_s = begin_s if self._flying else begin_s + self._hold_s
             while not tokens and now_s < end_s:
                 self._board.wait(end_s - now_s)
                 now_s = self._clock()
@@ -159,6 +164,7 @@ class Gate:
                 tokens = self._budget(needs, slack)
             self.stats.held_steps += not tokens
             self.stats.held_s += now_s - begin_s
+        self._hold_s = self._settings.hold_cap_s if tokens else min(2 * self._hold_s, LONGEST_HOLD * self._settings.hold_cap_s)
         self._doubt(needs, tokens, slack, begin_s, now_s)
         self._decided_s = now_s
         if not tokens:

@@ -250,6 +250,26 @@ def test_it_never_sleeps_longer_than_its_cap(settings: GateSettings) -> None:
     board.close()
 
 
+def test_decisions_get_rarer_while_it_stays_shut(settings: GateSettings) -> None:
+    board = BoardWriter(settings.board, time.monotonic())
+    gate = Gate(replace(settings, hold_cap_s=0.01, stale_s=60.0))
+    board.publish(decoding(0.0), TIMES, time.monotonic())
+
+    def held_s() -> float:
+        begin_s = time.monotonic()
+        assert not gate.admit(ONE, MOST)
+        return time.monotonic() - begin_s
+
+    times_s = [held_s() for _ in range(6)]
+    assert [0.01, 0.02, 0.04, 0.08, 0.1, 0.1] == pytest.approx(times_s, abs=0.02)
+    board.publish(IDLE, TIMES, time.monotonic())
+    assert gate.admit(ONE, MOST)
+    board.publish(decoding(0.0), TIMES, time.monotonic())
+    assert held_s() < 0.05
+    gate.close()
+    board.close()
+
+
 def test_step_times_are_learnt_from_what_steps_held(gate: Gate, clock: Clock) -> None:
     assert gate.times == StepTimes(0.0, 0.0, 0.0)
     taught(gate, clock, 0.02, batch=4)
