@@ -38,6 +38,7 @@ REQUESTS = 1050  # per mode, without --seconds
 SEGMENT_S = 15.0
 ROLLOUTS_ALONE_FRAC = 0.5  # of a segment: a rate without users is measured sooner
 WARM_UP_S, WARM_UP_REQUESTS = 3.0, 12
+PROFILE_S, PROFILE_REQUESTS = 5.0, 40  # of users, for interference
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ async def _measure(options: CoserveOptions, requests: list[Request], cores: Core
         say("calibrating: serving alone")
         calibration = await calibrate(bench, requests, folder, options.seed)
         if options.profile:
-            return await _profile(bench, calibration, folder, options.seed)
+            return await _profile(bench, calibration, requests, folder, options.seed)
         segments, segment_s = _segments(options, requests, calibration)
         say(f"{1000 * calibration.request_cpu_s:.0f} ms of the device per request; starting the rollout engines")
         async with rollout_engines(bench, folder, calibration.slo, options.seed):
@@ -103,11 +104,11 @@ async def _measure(options: CoserveOptions, requests: list[Request], cores: Core
     return report | {"conditions": _conditions(options, calibration, segments, segment_s) | {"quota": bench.quota}}
 
 
-async def _profile(bench: Bench, calibration: Calibration, folder: Path, seed: int) -> dict[str, Any]:
+async def _profile(bench: Bench, calibration: Calibration, requests: list[Request], folder: Path, seed: int) -> dict[str, Any]:
     say("starting the rollout engines")
     async with rollout_engines(bench, folder, calibration.slo, seed):
         say("measuring steps")
-        return {"profile": await profile(bench, seed)}
+        return {"profile": await profile(bench, fit_load(requests[:PROFILE_REQUESTS], PROFILE_S), folder, seed)}
 
 
 def _segments(options: CoserveOptions, requests: list[Request], calibration: Calibration) -> tuple[list[list[Request]], float]:

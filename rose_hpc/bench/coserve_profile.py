@@ -5,20 +5,26 @@
     serving   the same three as its own plug-in has fitted them under the trace, from the board
 
 The rollout's three are settings of a gate; it goes on refining them. Steps and their time are the gate's own counters.
+
+What the line leaves out is measured beside it: how a decode step grows with its context, and how serving's steps grow beside rollouts that
+nothing holds (interference). Both change slowly, from step to step, and the gate's refinement follows them: it learns from the wall time
+of the last few steps, in which they are contained.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rose_hpc.bench.coserve_engines import ROLLOUT, Bench
-from rose_hpc.bench.coserve_plan import GATED
+from rose_hpc.bench.coserve_engines import ROLLOUT, ROLLOUT_CONCURRENCY, Bench
+from rose_hpc.bench.coserve_load import RolloutLoad, serve
+from rose_hpc.bench.coserve_plan import GATED, PLAIN
 from rose_hpc.bench.coserve_policy import VOCABULARY
 from rose_hpc.coserve.board import last_reading
 from rose_hpc.coserve.gate_stats import GateStats, read_gate_stats
@@ -26,25 +32,33 @@ from rose_hpc.coserve.processes import EngineProcess
 from rose_hpc.coserve.slack import StepTimes
 from rose_hpc.errors import RunFailed
 from rose_hpc.messages import GenerateRequest, encode
+from rose_hpc.traffic.trace import Request
 
 BATCHES = (1, 2, 4, 8, 16)
 DECODED = 200  # tokens per request of a batch
 PROMPTS = (128, 256, 512, 1024, 1536)
 PROMPT_REPEATS = 3
+CONTEXTS, CONTEXT_BATCH, CONTEXT_DECODED = (64, 512, 1536), 8, 64
 HTTP_OK = 200
 
 
-async def profile(bench: Bench, seed: int) -> dict[str, Any]:
-    """Step times, in seconds, and the measurements behind them. Raises RunFailed when an engine refuses, or nothing was counted."""
+async def profile(bench: Bench, users: Sequence[Request], scratch: Path, seed: int) -> dict[str, Any]:
+    """Step times, in seconds, and the measurements behind them. users: of the serving engine, twice; scratch: a folder.
+
+    Raises RunFailed when an engine refuses, or nothing was counted.
+    """
     engine, rng = bench.rollouts[GATED], np.random.default_rng(seed)
     decoding = [(batch, await _decode(bench, engine, batch, rng)) for batch in BATCHES if batch <= ROLLOUT.max_concurrency]
     prompts = [(tokens, *await _prefill(bench, engine, tokens, rng)) for tokens in PROMPTS]
+    contexts = [(tokens, await _at_context(bench, engine, tokens, rng)) for tokens in CONTEXTS]
     rollout, serving = fit(decoding, prompts), serving_times(bench.board)
     return {
         "rollout": asdict(rollout),
         "serving": asdict(serving),
         "decode_steps": [{"batch": batch, "step_s": step_s} for batch, step_s in decoding],
         "prefills": [{"prompt_tokens": tokens, "steps": steps, "seconds": seconds} for tokens, steps, seconds in prompts],
+        "contexts": [{"context_tokens": tokens, "batch": CONTEXT_BATCH, "step_s": step_s} for tokens, step_s in contexts],
+        "interference": await _interference(bench, users, scratch, seed),
     }
 
 
@@ -75,6 +89,30 @@ async def _prefill(bench: Bench, engine: EngineProcess, tokens: int, rng: np.ran
         await _generate(engine, f"p{tokens}-{i}", tokens, 1, rng)
     after = _stats(bench)
     return (after.steps - before.steps) / PROMPT_REPEATS, (after.step_s - before.step_s) / PROMPT_REPEATS
+
+
+async def _at_context(bench: Bench, engine: EngineProcess, tokens: int, rng: np.random.Generator) -> float:
+    """Mean seconds of a step in which CONTEXT_BATCH requests decode after prompts of so many tokens: what decoding adds to prefill."""
+    steps, seconds = 0, 0.0
+    for sign, new_tokens in ((-1, 1), (1, 1 + CONTEXT_DECODED)):
+        before = _stats(bench)
+        await asyncio.gather(*(_generate(engine, f"c{tokens}-{new_tokens}-{i}", tokens, new_tokens, rng) for i in range(CONTEXT_BATCH)))
+        after = _stats(bench)
+        steps, seconds = steps + sign * (after.steps - before.steps), seconds + sign * (after.step_s - before.step_s)
+    if steps <= 0:
+        raise RunFailed("decoding took no steps of its own", got=steps, expected=f"about {CONTEXT_DECODED}")
+    return seconds / steps
+
+
+async def _interference(bench: Bench, users: Sequence[Request], scratch: Path, seed: int) -> dict[str, float]:
+    """Serving's decode step beside ROLLOUT_CONCURRENCY rollouts without gate or quota, over the same alone."""
+    steps_s = {}
+    for name in ("alone_step_s", "beside_step_s"):
+        load = RolloutLoad(bench.rollouts[PLAIN], ROLLOUT_CONCURRENCY, False, seed)
+        async with nullcontext() if name == "alone_step_s" else load.flowing():
+            await serve(bench.url, users, scratch / "segment.jsonl", seed)
+            steps_s[name] = serving_times(bench.board).decode_s(1)
+    return steps_s | {"factor": steps_s["beside_step_s"] / steps_s["alone_step_s"]}
 
 
 async def _generate(engine: EngineProcess, name: str, prompt_tokens: int, new_tokens: int, rng: np.random.Generator) -> None:
