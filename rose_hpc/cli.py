@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import json
 import sys
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -89,6 +90,27 @@ def _show_report(run_dir: Path, as_json: bool = False) -> None:
         print(json.dumps(report_json(Run(run_dir)), indent=2))
     else:
         Console().print(render_text(Run(run_dir)))
+
+
+@app.command()
+def doctor(
+    runs: Annotated[Path, typer.Option("--runs", help="Where run folders will be made.")] = Path(),
+    as_json: JsonFlag = False,
+) -> None:
+    """Say what this machine has of what runs need, and what to do about the rest. Exit status 1 where Python, vLLM, MPI or HDF5 is missing.
+
+    Example: rose-hpc doctor --runs runs
+    """
+    from rose_hpc.launch.doctor import MISSING, examine
+
+    console = Console(stderr=True)
+    found = examine(runs, lambda name: console.print(f"[dim]looking at {name}[/dim]"))
+    if as_json:
+        print(json.dumps({"checks": {name: asdict(finding) for name, finding in found.items()}}, indent=2))
+    else:
+        for name, finding in found.items():
+            print(f"{name:14} {finding.status:9} {finding.found}{f'; remedy: {finding.remedy}' if finding.remedy else ''}")
+    sys.exit(any(found[name].status == MISSING for name in ("python", "torch", "vllm", "mpi", "hdf5")))
 
 
 @model_app.command("tiny")
