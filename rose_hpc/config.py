@@ -7,6 +7,7 @@ Values that follow from others are functions here, not keys.
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -25,8 +26,8 @@ class Section(BaseModel):
 
 
 def _absolute(path: Path) -> Path:
-    """A run may be resumed from another folder than it was started from."""
-    return path.absolute()
+    """A run may be resumed from another folder than it was started from. "~" is the home of whoever runs."""
+    return path.expanduser().absolute()
 
 
 def _check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
@@ -60,6 +61,7 @@ class ModelConfig(Section):
 
     path: AbsolutePath | None = Field(None, description="folder with config.json, *.safetensors and a tokenizer")
     tiny: TinyModelConfig | None = None
+    chat_options: dict[str, Any] = Field({}, description="variables of the model's chat template, for example enable_thinking = false")
 
     @model_validator(mode="after")
     def _one_of_two(self) -> ModelConfig:
@@ -83,22 +85,130 @@ class TinyLlamaConfig(Section):
         return self
 
 
+ENVIRONMENT_NAMES = ("frozen_lake", "tools", "reasoning_gym", "verifiers", "textworld", "alfworld")
+FIXED_MAPS = ("4x4", "8x8")
+LONGEST_WORDS_SIDE = 8  # the tiny models' vocabulary has names for as many rows and columns
+
+
+def _environment_name(name: str) -> str:
+    if name not in ENVIRONMENT_NAMES and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
+        raise ValueError(f"no environment has this name; known: {', '.join(ENVIRONMENT_NAMES)}, or module:factory for one of your own")
+    return name
+
+
+def _lake_map(text: str) -> str:
+    if text not in (*FIXED_MAPS, "random"):
+        rows = text.split("/")
+        letters = "".join(rows)
+        if len({len(row) for row in rows}) != 1 or set(letters) - set("SFHG") or letters.count("S") != 1 or "G" not in letters:
+            raise ValueError(
+                "expected 4x4, 8x8, random, or rows of equal length divided by '/', of S (one), F, H and G, as in SFFF/FHFH/FFFH/HFFG"
+            )
+    return text
+
+
+class ToolsConfig(Section):
+    """The tool-use environment: a calculator and a key-value store."""
+
+    tasks: tuple[Literal["sum", "lookup", "update"], ...] = Field(("sum", "lookup", "update"), min_length=1, description="drawn by seed")
+    largest: int = Field(99, ge=2, description="of the numbers in a task")
+    entries: int = Field(6, ge=3, le=16, description="keys in the store when an episode begins")
+
+
+class ReasoningGymConfig(Section):
+    """Tasks of the package reasoning-gym, one a seed."""
+
+    dataset: str = Field("chain_sum", description="a name that reasoning_gym.create_dataset knows")
+    settings: dict[str, Any] = Field({}, description="the dataset's own, for example min_terms; checked by reasoning-gym")
+
+
+class VerifiersConfig(Section):
+    """An environment written for the package verifiers."""
+
+    environment: str = Field(..., min_length=1, description="id of an installed one, as verifiers.load_environment takes it")
+    arguments: dict[str, Any] = Field({}, description="given to it by name")
+    success_reward: float = Field(1.0, description="a rollout that ends with at least this reward counts as solved")
+
+
+class TextWorldConfig(Section):
+    """Games of TextWorld or ALFWorld: which one is played follows from the seed."""
+
+    games: AbsolutePath = Field(..., description="a game's file, or a folder that is searched for them (*.z8, *.tw-pddl)")
+    show_commands: bool = Field(True, description="list the admissible commands in every observation")
+
+
 class EnvConfig(Section):
     """The multi-turn environment."""
 
-    name: Literal["frozen_lake"] = "frozen_lake"
-    map_name: Literal["4x4", "8x8"] = "4x4"
-    slippery: bool = False
+    name: Annotated[str, AfterValidator(_environment_name)] = "frozen_lake"
     max_turns: int = Field(12, ge=1)
+    map_name: Annotated[str, AfterValidator(_lake_map)] = Field(
+        "4x4", description="FrozenLake: 4x4, 8x8, random, or its rows, divided by /"
+    )
+    slippery: bool = Field(False, description="FrozenLake: the ice decides, by seed")
+    map_side: int = Field(4, ge=2, le=32, description="FrozenLake, random: cells along one side; the map follows from the seed")
+    frozen_frac: float = Field(0.8, gt=0, le=1, description="FrozenLake, random: chance that a cell is frozen, not a hole")
+    view: Literal["words", "text"] = Field(
+        "words", description="FrozenLake: a few fixed words for the tiny models, who never see the map; or English and the map"
+    )
+    tools: ToolsConfig = ToolsConfig()
+    reasoning_gym: ReasoningGymConfig = ReasoningGymConfig()
+    verifiers: VerifiersConfig | None = None
+    textworld: TextWorldConfig | None = Field(None, description="for textworld and alfworld")
+    options: dict[str, Any] = Field({}, description="for an environment of your own, which is given this section")
+    workers: int = Field(2, ge=1, description="processes for environments that are not ours: they may hang or die there, each alone")
+    deadline_s: float = Field(30, gt=0, description="longest that such an environment may take for one reset or step")
+    start_deadline_s: float = Field(120, gt=0, description="longest that a worker may take to start")
+    python: AbsolutePath | None = Field(
+        None, description="the workers' Python, where packages do not fit beside ours; it needs rose_hpc, msgspec, pydantic"
+    )
+
+    @model_validator(mode="after")
+    def _complete(self) -> EnvConfig:
+        wanted = {"verifiers": "verifiers", "textworld": "textworld", "alfworld": "textworld"}.get(self.name)
+        if wanted is not None and getattr(self, wanted) is None:
+            raise ValueError(f"name = {self.name!r} wants a section [env.{wanted}]")
+        if self.name == "frozen_lake" and self.view == "words" and self._longest_side() > LONGEST_WORDS_SIDE:
+            raise ValueError(f"view = 'words' has words for maps of up to {LONGEST_WORDS_SIDE} cells a side; set view = 'text'")
+        return self
+
+    def _longest_side(self) -> int:
+        if self.map_name in FIXED_MAPS:
+            return int(self.map_name[0])
+        rows = self.map_name.split("/")
+        return self.map_side if self.map_name == "random" else max(len(rows), len(rows[0]))
 
 
 class SamplingConfig(Section):
-    """How many trajectories a step samples, and how."""
+    """How many trajectories a step samples, and how.
 
+    mode: "grpo": as many groups as a step trains on, all awaited. "dapo": more prompts than needed are started, groups without variance
+    are dropped and made up for. "async": rollouts go on while the trainer trains.
+    """
+
+    mode: Literal["grpo", "dapo", "async"] = "grpo"
     groups: int = Field(8, ge=1, description="prompts per step")
     group_size: int = Field(8, ge=2, description="trajectories per prompt; the group mean is the GRPO baseline")
     temperature: float = Field(1.0, gt=0)
     max_new_tokens: int = Field(2, ge=1, description="per turn")
+    oversample_frac: float = Field(0.5, ge=0, description="dapo: prompts started beyond those that are needed")
+    max_rounds: int = Field(3, ge=1, description="dapo: a step starts at most so many times groups × (1 + oversample_frac) prompts")
+    max_staleness: int = Field(
+        1, ge=0, description="dapo, async: a trajectory is not trained on when its oldest token is more versions behind"
+    )
+    overlong_limit_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="soft overlong punishment (DAPO, § 3.4): from so many sampled tokens on, a trajectory's reward is lowered by 1",
+    )
+    overlong_cache_tokens: int = Field(0, ge=0, description="length of the ramp below that limit, over which the punishment grows from 0")
+
+    @model_validator(mode="after")
+    def _ramp_below_the_limit(self) -> SamplingConfig:
+        if self.overlong_limit_tokens is not None and self.overlong_cache_tokens > self.overlong_limit_tokens:
+            got = f"{self.overlong_cache_tokens} > {self.overlong_limit_tokens}"
+            raise ValueError(f"overlong_cache_tokens must be at most overlong_limit_tokens (got {got})")
+        return self
 
 
 class TrainConfig(Section):
@@ -116,6 +226,15 @@ class TrainConfig(Section):
     clip_low: float = Field(0.2, gt=0, lt=1)
     clip_high: float = Field(0.28, gt=0)
     importance_cap: float = Field(2.0, ge=1, description="token weight trainer/engine is truncated here")
+    loss_type: Literal["dapo", "grpo", "dr_grpo"] = Field(
+        "dapo", description="how tokens are averaged, named as in TRL: over all tokens; within each trajectory; by a constant"
+    )
+    dr_grpo_tokens: int = Field(512, ge=1, description="dr_grpo: the constant, such as the longest response in tokens")
+    logprob_diff_alarm: float = Field(
+        0.2,
+        gt=0,
+        description="nat per token: mean |trainer − engine| of a step above which an event is recorded; includes the drift of stale tokens",
+    )
     minibatches: int = Field(4, ge=1, description="optimiser steps per training step")
     micro_batch_tokens: int = Field(4096, ge=1, description="padded tokens per forward pass and rank")
     checkpoint_every: int = Field(10, ge=1, description="training steps between checkpoints")
@@ -146,6 +265,9 @@ class RolloutConfig(Section):
     """Executors and their scheduler."""
 
     dedicated: int = Field(1, ge=1, description="dedicated executors")
+    policy: Literal["expected", "paper"] = Field(
+        "expected", description="routing of turns: expected: least expected completion time; paper: prefix, opportunistic, least loaded"
+    )
     engine: EngineConfig = EngineConfig()
 
 
@@ -176,6 +298,16 @@ class TrafficConfig(Section):
         return self
 
 
+class GpuConfig(Section):
+    """What confines rollout engines where the device is a GPU. Without effect on CPUs."""
+
+    uuids: list[str] = Field([], description="of the GPUs; empty: on a build for GPUs the first visible ones, as many as serving spans")
+    mps_folder: Path | None = Field(None, description="private folder of the MPS control daemon; follows from the GPUs if not given")
+    mps_control: Path | None = Field(None, description="nvidia-cuda-mps-control; looked up on PATH if not given")
+    memory_bytes: int = Field(20 << 30, ge=1 << 20, description="most device memory of a rollout engine, per GPU; CUDA's own included")
+    gate_only: bool = Field(False, description="lend without MPS: no ceiling, no memory limit and no priority on the GPU")
+
+
 class ServingConfig(Section):
     """The operator's side: a serving engine under traffic, and the device that it lends."""
 
@@ -184,15 +316,34 @@ class ServingConfig(Section):
     engine: EngineConfig = EngineConfig(dtype="bfloat16", max_model_len=1024, kv_cache_bytes=128 << 20)
     slo: SloConfig = SloConfig()
     traffic: TrafficConfig = TrafficConfig()
+    gpu: GpuConfig = GpuConfig()
     device_cpus: list[int] = Field([0], min_length=1, description="the cores that stand for the shared device where there is no GPU")
     rollout: EngineConfig = Field(EngineConfig(max_concurrency=32), description="the opportunistic rollout engine on that device")
+
+
+REGISTRY = Path("~/.rose_hpc/agents")  # where operators' agents are listed unless somebody says otherwise
+
+
+class BorrowConfig(Section):
+    """Serving devices that the run borrows from operators' agents (`rose-hpc serve`), as they come free, for as long as it may."""
+
+    registry: AbsolutePath = Field(REGISTRY, validate_default=True, description="folder on a shared file system where agents are listed")
+    model: AbsolutePath | None = Field(None, description="the policy's folder as agents list it (--allow-model); model.path if not given")
+    leases: int = Field(1, ge=1, description="at most so many at a time, one per agent")
+    ceiling_frac: float = Field(1.0, gt=0, le=1, description="share of a device to ask for; where less is lent, that")
+    ttl_s: float = Field(10, gt=0, description="a device goes back so long after the run has fallen silent; agents may allow less")
+    up_deadline_s: float = Field(300, gt=0, description="longest wait for the engine of a lease")
+    engine: EngineConfig = Field(EngineConfig(max_concurrency=32), description="the opportunistic rollout engine on a borrowed device")
 
 
 class GateConfig(Section):
     """The slack gate of an opportunistic rollout engine."""
 
     hold_cap_s: float = Field(
-        0.005, gt=0, description="longest wait inside one scheduling decision: requests and aborts are only seen between"
+        0.005,
+        gt=0,
+        description="longest wait inside a scheduling decision, growing tenfold while the gate stays shut: requests and aborts are only "
+        "seen between",
     )
     stale_s: float = Field(
         1.0, gt=0, description="a busy board that is older says nothing: hold while its writer lives, ignore it when dead"
@@ -248,6 +399,16 @@ class RunConfig(Section):
         None, description="lend a serving engine's device to the run; without it, dedicated executors only"
     )
     gate: GateConfig = GateConfig()
+    borrow: BorrowConfig | None = Field(None, description="borrow devices from operators' agents; without it, from none")
+
+    @model_validator(mode="after")
+    def _a_model_that_agents_can_know(self) -> RunConfig:
+        if self.borrow is not None and self.borrow.model is None and self.model.path is None:
+            raise ValueError(
+                "a model that is made for the run is on no operator's list: make one with `rose-hpc model tiny --out DIR`, set model.path"
+                " to it, and have it allowed: `rose-hpc serve … --allow-model DIR`"
+            )
+        return self
 
 
 def load(path: Path, overrides: list[str] | None = None) -> RunConfig:

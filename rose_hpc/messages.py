@@ -21,6 +21,7 @@ from rose_hpc.errors import ControlError
 
 MAX_BODY_BYTES = 1 << 30  # a peer that announces more is refused before anything is read
 TOKEN_HEADER = "Authorization"
+OVER_HEADER = "Rose-Lease-Over"  # of an answer that the end of a lease cut short: why it is over
 
 T = TypeVar("T")
 
@@ -63,8 +64,8 @@ class GenerateResult(Message, frozen=True):
 
     logprobs: natural log, of the distribution sampled from (temperature applied). policy_versions: the version whose
     weights produced the token. finish_reason: "stop" (a stop token, included), "length" or "abort" (partial tokens kept). abort_reason:
-    "" where it did not end so; else "asked", "pressure" (serving ran short of KV cache), "revoked" (the engine is to end), or what an
-    AbortRequest said.
+    "" where it did not end so; else "asked", "pressure" (serving ran short of KV cache), "inactive" (the engine gives its memory back),
+    "revoked" (it is to end), or what an AbortRequest said.
     """
 
     request_id: str
@@ -90,13 +91,28 @@ class UpdateRequest(Message, frozen=True):
     digest: int
 
 
+class ActivateRequest(Message, frozen=True):
+    """Serve again. version −1: the newest that lies in the executor's arena; else exactly that one, if its digest is the expected one."""
+
+    version: int = -1
+    digest: int = 0
+
+
+class Deactivated(Message, frozen=True):
+    """The engine is inactive. given_back_bytes: addresses of all its workers that lost their memory; 0 on GPUs, where vLLM does not say."""
+
+    given_back_bytes: int
+    deactivate_s: float
+
+
 class UpdateResult(Message, frozen=True):
     """The version that now serves, how it came into the model, how that was proved, and how long it took.
 
     digest: with proof "digest" recomputed from all that the engine runs, else from the image that it loaded. proof: "digest"; "probe":
     packed weights, read back from every layer in samples; "partial": a probe with layers that cannot be read back. how: "sparse" (changed
     elements only), "dense" (all, in place) or "reload" (through vLLM's loaders). changed: elements of the policy that were written.
-    apply_s: all of it; pause_s: the part in which nothing was generated.
+    apply_s: all of it; pause_s: the part in which nothing was generated. An inactive engine only notes the version: how "noted", proof
+    "none", and the digest is the one it was told.
     """
 
     version: int
@@ -109,12 +125,16 @@ class UpdateResult(Message, frozen=True):
 
 
 class EngineHealth(Message, frozen=True):
-    """Answer of an engine's health route. running: requests in flight, queued ones included; policy_version −1: none applied yet."""
+    """Answer of an engine's health route. running: requests in flight, queued ones included; policy_version −1: no weights to serve.
+
+    active: whether it has its weights and KV cache in memory. An inactive one has no policy version.
+    """
 
     executor_id: str
     policy_version: int
     running: int
     paused: bool
+    active: bool = True
 
 
 class ExecutorInfo(Message, frozen=True):

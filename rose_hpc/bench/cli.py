@@ -62,7 +62,7 @@ def coserve(
     """Measure what a serving engine notices of rollouts on its device, and what they harvest of its idle time, on one core.
 
     Modes: serving alone, static co-location, quota only, gate only (also with long rollout prompts), both, and rollouts alone; in short
-    windows over the same pieces of a trace, shuffled, at about 30 % load. Then a rollout engine is revoked. Needs two cores; takes 25
+    windows over the same pieces of a trace, shuffled, at about 30 % load. Then a rollout engine is revoked. Needs two cores; takes 10
     minutes. Give it the machine alone: other load falsifies it.
 
     Example: rose-hpc bench coserve --json --seconds 60
@@ -75,3 +75,30 @@ def coserve(
         print(json.dumps(report, indent=2))
     else:
         typer.echo(render(report))
+
+
+@app.command()
+def learning(
+    config: Annotated[Path, typer.Option("--config", help="The run, a TOML file with a serving side.", exists=True, dir_okay=False)] = Path(
+        "configs/quickstart.toml"
+    ),
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each variant.")] = 3,
+    mode: Annotated[list[str] | None, typer.Option("--mode", help="Only these of grpo, dapo and async; more than once.")] = None,
+    skip_lending: Annotated[bool, typer.Option("--skip-lending", help="No runs without the serving side.")] = False,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="Override one value in every run: train.learning_rate=1e-4")] = None,
+    keep: Annotated[Path | None, typer.Option("--keep", help="Folder to keep the runs in.", file_okay=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, last.")] = False,
+) -> None:
+    """Train the quickstart's policy by GRPO, DAPO and fully asynchronously, several seeds each, and see whether it learns.
+
+    Also by GRPO without opportunistic executors: the learning curve must be the same. Whole runs, one after the other: half an hour.
+
+    Example: rose-hpc bench learning --json
+    """
+    from rose_hpc.bench.learning import MODES, LearningOptions, render, run
+
+    unknown = sorted(set(mode or ()) - set(MODES))
+    if unknown:
+        raise typer.BadParameter(f"no such mode: {', '.join(unknown)}; known: {', '.join(MODES)}")
+    report = run(LearningOptions(config, seeds, tuple(mode or MODES), not skip_lending, tuple(overrides or ()), keep))
+    typer.echo(json.dumps(report, indent=2) if as_json else render(report))

@@ -4,12 +4,14 @@
           │                                                                     ├─ no renewal within the lease ────▶ exit 3
           └─ one does not come up ─▶ exit 1                                     └─ an engine ends ─────────────────▶ exit 1
 
-    POST /v1/executors/ID/{generate,abort,pause,resume,update}   forwarded to the engine byte for byte; its status comes back
+    POST /v1/executors/ID/VERB                                   forwarded to the engine byte for byte; its status comes back
+         VERB: generate abort pause resume update deactivate activate
     GET  /v1/health → AgentUp      POST /v1/lease LeaseRenewal → AgentStatus      POST /v1/stop → 204
 
 Invariants
 - However it ends, no process of an engine outlives it: each engine has a process group of its own, gets SIGTERM, then the group
-  SIGKILL; after SIGKILL of the agent itself the kernel ends the engine (lifeline.py).
+  SIGKILL; after SIGKILL of the agent itself the kernel ends the engine (lifeline.py). On a lent device what the engine holds of it is
+  taken back in between.
 - It gives everything back when the controller falls silent for the lease, whose length is at most the operator's lease_ttl_s.
 
 On a lent node it also runs the node's relay, and starts it again when it dies: a relay is disposable. It does not restart an
@@ -22,6 +24,7 @@ import asyncio
 import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -34,6 +37,7 @@ from rose_hpc.coserve.lease import Lease
 from rose_hpc.coserve.lease_book import granted_s
 from rose_hpc.coserve.processes import EngineProcess
 from rose_hpc.coserve.progress_watch import ProgressWatch
+from rose_hpc.coserve.protection import in_thread
 from rose_hpc.coserve.relay_process import RelayProcess
 from rose_hpc.coserve.specs import AgentSpec, EngineOffer, EngineSpec
 from rose_hpc.errors import ControlError, RunFailed
@@ -53,7 +57,8 @@ from rose_hpc.messages import TOKEN_HEADER, AgentStatus, AgentUp, DeviceSample, 
 
 LEASE_EXPIRED_EXIT = 3
 RETRY_S = 0.2
-VERBS = "generate|abort|pause|resume|update"
+WHOLE_DEVICE = 1.0  # the ceiling of an engine on the run's own lent node: the gate is what limits it
+VERBS = "generate|abort|pause|resume|update|deactivate|activate"
 
 
 class Agent:
@@ -97,6 +102,9 @@ class Agent:
         if self._relay is not None:
             await stack.enter_async_context(self._relay)
         for engine in self._engines.values():
+            if self._device is not None:
+                engine.environment = self._device.rollout_starts(WHOLE_DEVICE)
+                engine.before_kill = partial(in_thread, self._device.end_contexts)
             await stack.enter_async_context(engine)
             if self._device is not None:
                 self._device.rollout_spawned(engine.pid)
@@ -107,6 +115,7 @@ class Agent:
         await asyncio.gather(*(engine.healthy() for engine in self._engines.values()))
         if self._device is not None:
             for engine in self._engines.values():
+                await asyncio.to_thread(self._device.await_clients, engine.pid)
                 self._device.rollout_up(engine.pid)
 
     async def _serve(self, stop: asyncio.Event) -> int:

@@ -3,7 +3,7 @@
     board ──writer's pid──▶ a process of the server that listens at the URL ──/v1/models──▶ the model that the operator named
 
 All three must fit: a board of another server would open the gate while this one is busy. What does not fit is refused before anything
-is lent. Its life is its own: when it ends, the lending is over.
+is lent; so is a server on GPUs that computes outside MPS (quota/choice.py). Its life is its own: when it ends, the lending is over.
 
 One agent per server: each holds a lock on a file beside the board, which the kernel frees with it.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,10 +33,10 @@ POLL_S = 0.5
 
 
 class AttachedServing:
-    """Async context manager with the interface of ServingProcess. vetted: a further check of the server's URL, which raises RoseError."""
+    """Async context manager with the interface of ServingProcess."""
 
-    def __init__(self, spec: AttachSpec, vetted: Callable[[str], object] | None = None) -> None:
-        self.spec, self._vetted = spec, vetted
+    def __init__(self, spec: AttachSpec) -> None:
+        self.spec = spec
         self.pid = 0
         self._writer: Writer
         self._lock = -1
@@ -56,8 +55,6 @@ class AttachedServing:
     def _check(self) -> None:
         check_model(self.spec.url, self.spec.model)
         self.pid = server_of(self._writer.pid, self.spec.url)
-        if self._vetted is not None:
-            self._vetted(self.spec.url)
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """It goes on without us."""

@@ -5,12 +5,15 @@ an engine's process. The API processes stay outside, on the other cores and at n
 answered while the rollout engine waits.
 
     serving_up      serving's workers: pinned, in the protected group
+    rollout_starts  the ceiling of the engine to come, and what it must have in its environment
     rollout_spawned the whole rollout engine: pinned, idle class, from its first instruction on (starting is heavy work)
+    await_clients   it answers: it has to compute where the quota reaches it
     rollout_up      its workers stay; its API process leaves the device
     give_back       the idle class is lifted, so that whatever must end can end quickly
+    end_contexts    what it holds of the device is taken from it; only then may it be killed
 
-On GPUs (cpus empty; not yet verified on one) nothing is bound or confined: the gate alone protects, and CPU time says nothing
-about the device, so its busy fractions are NaN.
+On GPUs (cpus empty; not yet verified on one) nothing is bound, the quota is MPS or the gate alone (quota/choice.py), and CPU time says
+nothing about the device, so its busy fractions are NaN.
 
 It starts and ends no process (lender.py), and does not read the serving engine's state (slack gate).
 """
@@ -29,8 +32,11 @@ import psutil
 
 from rose_hpc.coserve.gate import read_gate_stats
 from rose_hpc.coserve.quota import Quota, pin
-from rose_hpc.errors import EnvironmentFault
+from rose_hpc.errors import EnvironmentFault, RoseError
 from rose_hpc.messages import DeviceSample
+
+CLIENTS_DEADLINE_S = 5.0  # from an engine's first answer until the quota has seen it compute
+END_DEADLINE_S = 2.0  # for all contexts of a rollout engine
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +81,7 @@ class Device:
         self._elsewhere = sorted(elsewhere if elsewhere else everywhere)
         self._serving: list[int] = []
         self._rollout: list[int] = []
+        self._may_hold: set[int] = set()  # pids of the rollout engine that may hold something of the device
         self._mark = _Mark(time.monotonic(), 0.0, 0.0, 0.0)
         self._complained = False
 
@@ -85,15 +92,36 @@ class Device:
         self._quota.confine([engine_pid, *self._serving], [])
         self.restart_sampling()
 
+    def serving_environment(self) -> dict[str, str]:
+        """What the serving engine must be started with."""
+        return self._quota.serving_environment()
+
+    def rollout_starts(self, ceiling_frac: float) -> dict[str, str]:
+        """A rollout engine is to start, which may use at most this share of the device; what it must be started with.
+
+        Raises ConfigError: no share that can be enforced.
+        """
+        self._quota.set_ceiling(ceiling_frac, len(self._cpus))
+        return self._quota.rollout_environment()
+
     def rollout_spawned(self, engine_pid: int) -> None:
         """A rollout engine has been started: nothing of it may hurt, not even its imports."""
+        self._may_hold = {engine_pid}
         self._bind([engine_pid], [])
         self._quota.confine([], [engine_pid])
         self._rollout = [engine_pid]
 
+    def await_clients(self, engine_pid: int) -> None:
+        """Return once an engine that answers is seen to compute under the quota. Blocks, at most CLIENTS_DEADLINE_S and a little.
+
+        Raises EnvironmentFault: it does not, so that nothing would protect or confine it. RunFailed: that cannot be told.
+        """
+        self._quota.await_clients([engine_pid, *workers_of(engine_pid)], CLIENTS_DEADLINE_S)
+
     def rollout_up(self, engine_pid: int) -> None:
         """The rollout engine answers: its workers stay confined, its API process need not. Where it has to stay, it answers late."""
         self._rollout = workers_of(engine_pid)
+        self._may_hold |= {engine_pid, *self._rollout}
         self._quota.confine([], self._rollout)
         self._release([engine_pid])
         self._bind(self._rollout, [engine_pid])
@@ -101,11 +129,29 @@ class Device:
 
     def give_back(self) -> None:
         """Lift the idle class from the rollout engine, which is about to end. Where that is not permitted, it ends more slowly."""
+        for pid in tuple(self._may_hold):
+            self._may_hold |= set(workers_of(pid))  # those of a parent that has ended cannot be found any more
         self._release([pid for pid in self._rollout if psutil.pid_exists(pid)])
+        self._quota.set_ceiling(1.0, len(self._cpus))  # that of the engine is nobody's any more
         self._rollout = []
 
+    def end_contexts(self) -> dict[int, str]:
+        """Take from the rollout engine what it holds of the device; by pid, what could not be taken. Blocks; raises nothing."""
+        pids, self._may_hold = self._may_hold, set()
+        refused = self._quota.end(pids, END_DEADLINE_S) if pids else {}
+        for pid, why in refused.items():
+            log.warning("rollout process %d may still hold something of the device: %s", pid, why)
+        return refused
+
+    def fault(self) -> str:
+        """Why serving is not protected any more, "" while it is. Blocks; raises nothing."""
+        try:
+            return self._quota.fault() or ""
+        except (RoseError, OSError) as error:
+            return str(error)
+
     def close(self) -> None:
-        """Undo what was set up, as far as it is permitted."""
+        """Undo what was set up, as far as it is permitted. Blocks."""
         try:
             self._quota.close()
         except EnvironmentFault as fault:

@@ -3,7 +3,8 @@
     start vLLM ─▶ listen on the Unix socket ─▶ serve ─▶ SIGTERM or SIGINT: answer with partial tokens, end vLLM, exit 0
                                                    └──▶ vLLM dies, or an update fails half-way: exit 1
 
-It ends with its parent, and vLLM's processes end with it, also after SIGKILL (lifeline.py, weights/vllm_plugin.py).
+It ends with its parent, and vLLM's processes end with it, also after SIGKILL (lifeline.py, weights/vllm_plugin.py). Behind a gate on CPUs
+a parent that was killed takes it along at once: in the idle class it would need seconds to end by itself, for answers that nobody can get.
 """
 
 from __future__ import annotations
@@ -117,6 +118,8 @@ def main() -> int:
     try:
         spec = read_spec(Path(sys.argv[1]), EngineSpec)
         check_socket(spec.socket)
+        if spec.gate is not None and is_cpu_build():
+            die_with_parent(signal.SIGKILL)
         os.environ.update(engine_environment(spec, os.environ, is_cpu_build()))
         return asyncio.run(run_engine(spec))
     except RoseError as error:

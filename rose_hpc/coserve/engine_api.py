@@ -2,6 +2,7 @@
 
 POST /generate  GenerateRequest → GenerateResult       POST /update  UpdateRequest → UpdateResult
 POST /abort     AbortRequest → 204                     POST /pause, /resume → 204
+POST /deactivate → Deactivated                         POST /activate  ActivateRequest → UpdateResult
 GET  /health    → EngineHealth
 """
 
@@ -13,14 +14,14 @@ from aiohttp import web
 
 from rose_hpc.coserve.vllm_engine import RolloutEngine
 from rose_hpc.http_api import authenticated_app, done, received, reply
-from rose_hpc.messages import AbortRequest, EngineHealth, GenerateRequest, UpdateRequest
+from rose_hpc.messages import AbortRequest, ActivateRequest, EngineHealth, GenerateRequest, UpdateRequest
 
 
 def engine_app(engine: RolloutEngine, executor_id: str, token: str) -> web.Application:
     """The application; see the module's docstring for its routes."""
     routes = EngineRoutes(engine, executor_id)
     app = authenticated_app(token)
-    for name in ("generate", "abort", "pause", "resume", "update"):
+    for name in ("generate", "abort", "pause", "resume", "update", "deactivate", "activate"):
         app.router.add_post(f"/{name}", getattr(routes, name))
     app.router.add_get("/health", routes.health)
     return app
@@ -41,17 +42,23 @@ class EngineRoutes:
         return done()
 
     async def pause(self, request: web.Request) -> web.Response:
-        await asyncio.shield(self._engine.pause())
+        await asyncio.shield(self._engine.policy.pause())
         return done()
 
     async def resume(self, request: web.Request) -> web.Response:
-        await asyncio.shield(self._engine.resume())
+        await asyncio.shield(self._engine.policy.resume())
         return done()
 
     async def update(self, request: web.Request) -> web.Response:
         """Shielded: a caller that hangs up must not leave the model half loaded."""
-        return reply(await asyncio.shield(self._engine.update(await received(request, UpdateRequest))))
+        return reply(await asyncio.shield(self._engine.policy.update(await received(request, UpdateRequest))))
+
+    async def deactivate(self, request: web.Request) -> web.Response:
+        return reply(await asyncio.shield(self._engine.policy.deactivate()))
+
+    async def activate(self, request: web.Request) -> web.Response:
+        return reply(await asyncio.shield(self._engine.policy.activate(await received(request, ActivateRequest))))
 
     async def health(self, request: web.Request) -> web.Response:
-        engine = self._engine
-        return reply(EngineHealth(self._executor_id, engine.policy_version, engine.running, engine.paused))
+        policy = self._engine.policy
+        return reply(EngineHealth(self._executor_id, policy.version, self._engine.running, policy.paused, policy.active))

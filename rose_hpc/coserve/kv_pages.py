@@ -1,6 +1,6 @@
-"""Gives the memory of KV blocks that a rollout engine may not use back to the kernel, while the engine goes on. CPUs only.
+"""Which memory the KV blocks take that a rollout engine may not use, so that it can go back while the engine goes on. CPUs only.
 
-    scheduler ──held blocks──▶ BOARD.held (slots.py) ◀──read, when asked──── worker: madvise(MADV_DONTNEED) over their pages
+    scheduler ──held blocks──▶ BOARD.held (slots.py) ◀──read, when asked──── worker: gives their pages back (weights/host_pages.py)
                                        └──seen to have changed── engine's process ──collective call──▶ worker
 
 Payload of a record: the ids of the held blocks, u32 each, little-endian.
@@ -15,9 +15,6 @@ unmapped in part.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import os
 import sys
 from array import array
 from collections.abc import Iterable, Iterator
@@ -25,8 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rose_hpc.coserve.slots import Record, SlotWriter, read_record
-
-Range = tuple[int, int]  # begin and end
+from rose_hpc.weights.host_pages import Range
 
 
 class Placement(Protocol):
@@ -104,20 +100,3 @@ def _joined(pieces: list[Range]) -> Iterator[Range]:
         end = max(end, stop)
     if end > begin:
         yield begin, end
-
-
-def whole_pages(ranges: Iterable[Range], address: int, page_bytes: int = mmap.PAGESIZE) -> list[Range]:
-    """The memory pages that lie entirely in these ranges of what begins at `address`, as ranges of addresses."""
-    inner = ((-(-(address + a) // page_bytes) * page_bytes, (address + b) // page_bytes * page_bytes) for a, b in ranges)
-    return [(begin, end) for begin, end in inner if begin < end]
-
-
-def give_back(pages: Iterable[Range]) -> int:
-    """Tell the kernel that what lies there may be forgotten (madvise(2), private anonymous memory); bytes. Raises OSError."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    given = 0
-    for begin, end in pages:
-        if libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED):
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), f"madvise of {end - begin} bytes")
-        given += end - begin
-    return given

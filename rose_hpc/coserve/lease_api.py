@@ -8,7 +8,7 @@
     POST /v1/stop                      "                             the lease is released → 204
 
 A token whose lease is over gets 410 and the reason. A turn that the end of the lease cut short is answered with the tokens it has, and
-the reason in the header OVER_HEADER.
+the reason in the header OVER_HEADER. VERB: as of agent.py.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from rose_hpc.coserve.lease_book import Lease
 from rose_hpc.coserve.lease_messages import LeaseAsk
 from rose_hpc.coserve.lending import Lending
 from rose_hpc.http_api import CONTENT_TYPE, MAX_REQUEST_BYTES, Refused, done, received, refusals, reply
-from rose_hpc.messages import TOKEN_HEADER, AgentUp, ExecutorInfo, LeaseRenewal
+from rose_hpc.messages import OVER_HEADER, TOKEN_HEADER, AgentUp, ExecutorInfo, LeaseRenewal
 
-OVER_HEADER = "Rose-Lease-Over"
 BEARER = "Bearer "
 
 

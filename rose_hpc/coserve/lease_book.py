@@ -4,6 +4,8 @@
       ▲                    ├─ no renewal within the TTL ─▶ over: expired    │
       │                    ├─ the operator ──────────────▶ over: revoked    │
       │                    ├─ serving needs the memory ──▶ over: pressure   │
+      │                    ├─ it took too much of it ────▶ over: memory     │
+      │                    ├─ nothing protects serving ──▶ over: fault      │
       │                    └─ its engine ended ──────────▶ over: engine_lost│
       └────────────────────────── vacate: nothing of it runs any more ◀─────┘
 
@@ -13,6 +15,7 @@ Invariants, asserted by the tests
 - No renewal is worth more than the operator's max_ttl_s; a lease that nobody renews is over by then.
 - A held lease's ceiling is within the operator's max_frac: terms that become tighter revoke it.
 - A lease that is over stays over, for the first reason that it was given.
+- Nothing is granted and nothing held while there is a hindrance, whatever the operator's terms.
 
 It starts and ends nothing (lending.py), and hands out no tokens: whoever asks it brings one, of which only the hash is kept.
 """
@@ -33,6 +36,7 @@ from rose_hpc.errors import Refused
 
 REMEMBERED = 64  # leases that are over, so that whoever still holds a token hears why it opens nothing
 RUN_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+LEAST_FRAC = 0.01  # of a device: the least that MPS and the CPU controller can enforce
 
 
 class Reason(enum.StrEnum):
@@ -42,6 +46,8 @@ class Reason(enum.StrEnum):
     PRESSURE = "pressure"
     REVOKED = "revoked"
     EXPIRED = "expired"
+    MEMORY = "memory"
+    FAULT = "fault"
     ENGINE_LOST = "engine_lost"
 
 
@@ -92,6 +98,7 @@ class LeaseBook:
 
     def __init__(self, terms: Terms) -> None:
         self.terms = terms
+        self.hindrance = ""  # why nothing can be lent at all, "" while it can
         self._current: Lease | None = None  # the device is its, also while it is being cleared
         self._past: deque[Lease] = deque(maxlen=REMEMBERED)
 
@@ -114,6 +121,8 @@ class LeaseBook:
     def _check_free(self) -> None:
         if not self.terms.lending:
             raise Refused(409, "the operator does not lend this device now", remedy="ask again later, or another agent")
+        if self.hindrance:
+            raise Refused(409, "this device cannot be lent now", got=self.hindrance, remedy="ask again later, or another agent")
         if self._current is not None:
             holder = self._current
             what = "the device is lent" if holder.held else "the device is being cleared"
@@ -180,6 +189,12 @@ class LeaseBook:
         if lease is not None and (not self.terms.lending or lease.ceiling_frac > self.terms.max_frac):
             self.end(lease.lease_id, Reason.REVOKED)
 
+    def hinder(self, why: str) -> None:
+        """Serving is not protected any more, and why; "": it is again. A held lease is over."""
+        self.hindrance = why
+        if why and self._current is not None:
+            self.end(self._current.lease_id, Reason.FAULT)
+
     def _known(self) -> Iterator[Lease]:
         yield from self._past
         if self._current is not None:
@@ -232,8 +247,8 @@ def granted_s(asked_s: float, at_most_s: float) -> float:
 
 def check_frac(frac: float, name: str) -> None:
     """Raises Refused 400: not a share of a device."""
-    if not 0 < frac <= 1:
-        raise Refused(400, f"{name} is no share of a device", got=frac, expected="more than 0, at most 1")
+    if not LEAST_FRAC <= frac <= 1:
+        raise Refused(400, f"{name} is no share of a device", got=frac, expected=f"{LEAST_FRAC:g} to 1")
 
 
 def hash_of(token: str) -> bytes:

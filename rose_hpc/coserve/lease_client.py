@@ -1,6 +1,6 @@
 """A run's side of a lease: which agents to ask, ask one, and keep what was granted.
 
-    entries of the registry ──can_grant──▶ ask ─▶ LeaseGranted ─▶ until_up, renewing ─▶ AgentUp ─▶ … renew … ─▶ release
+    entries of the registry ──unfit?──▶ ask ─▶ LeaseGranted ─▶ until_up, renewing ─▶ AgentUp ─▶ … renew … ─▶ release
 
 Once the engine is up, any client of agents works with the agent's URL and the lease's token.
 """
@@ -27,13 +27,33 @@ from rose_hpc.messages import TOKEN_HEADER, AgentStatus, AgentUp, Fault, LeaseRe
 REQUEST_DEADLINE_S = 5.0
 POLL_S = 0.2
 
+UNFIT_STATES = {
+    "off": "its operator does not lend now",
+    "held": "another run has its device",
+    "clearing": "its device is being cleared",
+}
+NOT_YET = frozenset({None, 502, 503})  # statuses of an agent that is busy, and of an engine that starts or is starved
+
 T = TypeVar("T")
 
 
-def can_grant(entry: AgentEntry, ask: LeaseAsk) -> bool:
-    """Whether the agent may grant it now, as far as its entry tells; whether it does, only it can tell."""
-    fits = int(ask.engine.get("tensor_parallel", 1)) <= entry.devices and ask.ceiling_frac <= entry.max_frac
-    return entry.state == "free" and fits and Path(os.path.realpath(ask.model)) in entry.models
+def unfit(entry: AgentEntry, ask: LeaseAsk) -> str | None:
+    """Why it is of no use to ask this agent now, as far as its entry tells; None: it may grant it, which only it can tell.
+
+    The share is no reason: an agent that lends less is asked for less (`fitted`).
+    """
+    if entry.state != "free":
+        return UNFIT_STATES.get(entry.state, f"its device is {entry.state}")
+    if Path(os.path.realpath(ask.model)) not in entry.models:
+        return f"it does not allow the model {ask.model}"
+    if (wanted := int(ask.engine.get("tensor_parallel", 1))) > entry.devices:
+        return f"an engine over {wanted} devices does not fit its {entry.devices}"
+    return None
+
+
+def fitted(ask: LeaseAsk, entry: AgentEntry) -> LeaseAsk:
+    """The same of this agent: no larger a share than it lends."""
+    return msgspec.structs.replace(ask, ceiling_frac=min(ask.ceiling_frac, entry.max_frac))
 
 
 def lending_most(entries: Iterable[AgentEntry]) -> list[AgentEntry]:
@@ -79,15 +99,24 @@ class LeaseClient:
         return decode(await self._request("GET", "/v1/lease", self._token), LeaseState)
 
     async def until_up(self, deadline_s: float) -> AgentUp:
-        """Returns when the engine answers, renewing meanwhile. Raises Refusal: the lease is over; TimeoutError: after the deadline."""
+        """Returns when the engine answers, renewing meanwhile. Raises Refusal: the lease is over, or the agent has been silent for as
+        long as a renewal is worth; TimeoutError: after the deadline.
+        """
         async with asyncio.timeout(deadline_s):
-            renewed_s = time.monotonic()
-            while not (await self.state()).up:
-                if time.monotonic() - renewed_s > self._ttl_s / 4:
-                    await self.renew(self._ttl_s)
-                    renewed_s = time.monotonic()
+            renewed_s = heard_s = time.monotonic()
+            while True:
+                try:
+                    if time.monotonic() - renewed_s > self._ttl_s / 4:
+                        await self.renew(self._ttl_s)
+                        renewed_s = time.monotonic()
+                    if (await self.state()).up:
+                        return decode(await self._request("GET", "/v1/health", self._token), AgentUp)
+                    heard_s = time.monotonic()
+                except Refusal as refusal:
+                    silent = refusal.status is None and time.monotonic() - heard_s > self._ttl_s
+                    if silent or refusal.status not in NOT_YET:
+                        raise
                 await asyncio.sleep(POLL_S)
-            return decode(await self._request("GET", "/v1/health", self._token), AgentUp)
 
     async def release(self) -> None:
         """Give it back. Raises Refusal."""

@@ -1,7 +1,8 @@
 """Lending one device: the lease book with a clock, and the stay of the lease that has the device.
 
     ask ─▶ book.grant ─▶ stay starts ─▶ up ─▶ … ─▶ lease over (lease_book.py) ─▶ stay ends ─▶ book.vacate ─▶ free for the next
-                            └─ engine or relay ends ─▶ over: engine_lost ─────────▲
+                            ├─ engine or relay ends ─▶ over: engine_lost ─────────▲
+                            └─ its files outgrow what it asked for ─▶ over: memory ┘
 
 One stay at a time, and whatever befalls it, the lending goes on: `run` returns never. It speaks no HTTP (lease_api.py, operator_api.py)
 and does not touch serving (serving_agent.py).
@@ -27,6 +28,7 @@ from rose_hpc.config import EngineConfig
 from rose_hpc.coserve.agent import samples, say
 from rose_hpc.coserve.device import Device
 from rose_hpc.coserve.lease_book import RUN_ID, Ask, Lease, LeaseBook, Reason, Terms
+from rose_hpc.coserve.lease_memory import ALLOWANCE_BYTES, outgrown
 from rose_hpc.coserve.lease_messages import LeaseAsk, LeaseGranted, LeaseState, LendChange, LendStatus
 from rose_hpc.coserve.stay import Stay
 from rose_hpc.errors import RoseError
@@ -62,6 +64,15 @@ class Lending:
     @property
     def terms(self) -> Terms:
         return self._book.terms
+
+    def hinder(self, why: str) -> None:
+        """Serving is not protected: nothing is held and nothing granted until this is called with ""."""
+        if why == self._book.hindrance:
+            return
+        say(f"nothing is lent until this is put right: {why}" if why else "serving is protected again")
+        self._book.hinder(why)
+        self.terms_changed.set()
+        self._changed.set()
 
     # ── the run's side ──
 
@@ -150,12 +161,13 @@ class Lending:
 
     def status(self, freed_s: float | None = None) -> LendStatus:
         lease, stay, terms = self._book.current, self._stay, self._book.terms
-        held = lease is not None and lease.held
+        held, hindrance = lease is not None and lease.held, self._book.hindrance
+        unlent = "off" if not terms.lending else "faulty" if hindrance else "free"
         return LendStatus(
             agent_id=self.agent_id,
-            state=("held" if held else "clearing") if lease is not None else ("free" if terms.lending else "off"),
+            state=unlent if lease is None else "held" if held else "clearing",
             max_frac=terms.max_frac,
-            quota=self._device.quota,
+            quota=f"{self._device.quota}; faulty: {hindrance}" if hindrance else self._device.quota,
             run_id="" if lease is None else lease.run_id,
             lease_id="" if lease is None else lease.lease_id,
             left_s=max(lease.expires_s - self._clock(), 0.0) if lease is not None and held else 0.0,
@@ -186,7 +198,8 @@ class Lending:
             folder.mkdir(mode=0o700)
             async with self._make_stay(ask, engine, folder) as stay:
                 self._stay = stay
-                await first_of(over=self._over(lease.lease_id), lost=stay.work())
+                memory = self._outgrown(lease.lease_id, folder, ask.arena_bytes)
+                await first_of(over=self._over(lease.lease_id), lost=stay.work(), memory=memory)
         except RoseError as error:
             say(f"lease {lease.lease_id}: {error}")
         except Exception:  # the edge between the operator's side and the run's: nothing of the run may end the lending
@@ -201,6 +214,12 @@ class Lending:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), max(lease.expires_s - self._clock(), 0.0))
             self._book.expire(self._clock())
+
+    async def _outgrown(self, lease_id: str, folder: Path, arena_bytes: int) -> None:
+        """Ends the lease whose files take more memory than it has asked for."""
+        taken = await outgrown(folder, arena_bytes)
+        say(f"lease {lease_id}: its files take {taken} bytes; {arena_bytes} were asked for, and {ALLOWANCE_BYTES} are allowed beside them")
+        self._end(lease_id, Reason.MEMORY)
 
     def _clear(self, lease_id: str, folder: Path) -> None:
         """Nothing of it runs any more."""

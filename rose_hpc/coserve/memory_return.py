@@ -1,6 +1,6 @@
 """Has an engine's workers give back the memory of the KV blocks that the scheduler holds: after each cut of the budget.
 
-    scheduler holds more blocks ─▶ the gate's counters show it ─▶ seen within POLL_S ─▶ collective call ─▶ kv_pages.give_back
+    scheduler holds more blocks ─▶ the gate's counters show it ─▶ seen within POLL_S ─▶ collective call ─▶ pages go back (kv_pages.py)
 
 In the engine's own process: the scheduler cannot call the workers. It looks at a file of 1 kB four times a second, and calls only
 when there is something to give back. What goes wrong here is logged: memory stays where it is, and rollouts go on.
@@ -20,7 +20,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from rose_hpc.coserve.gate import read_gate_stats
 from rose_hpc.errors import RoseError
 
-WORKER_EXTENSION = "rose_hpc.coserve.worker_extension.LentWorkerExtension"  # what the engine's workers need for it
+WORKER_EXTENSION = "rose_hpc.coserve.worker_extension.RolloutWorkerExtension"  # what the engine's workers need for it
 POLL_S = 0.25
 CALL_DEADLINE_S = 30.0  # the engine may hold, and the workers be idle-class: seconds without an answer are normal
 

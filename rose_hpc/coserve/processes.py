@@ -12,7 +12,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +25,7 @@ from rose_hpc.errors import RunFailed
 from rose_hpc.http_api import CONTENT_TYPE, Refused
 from rose_hpc.lifeline import last_words
 from rose_hpc.messages import TOKEN_HEADER, EngineHealth, decode
+from rose_hpc.weights.vllm_leftovers import remove_shared_memory, worker_groups
 
 HEALTH_POLL_S = 0.1
 HEALTH_DEADLINE_S = 5
@@ -36,11 +37,14 @@ TAIL_LINES = 20
 class OwnedProcess:
     """A child that leads a process group of its own and writes to a log; its owner ends it, group, shared memory and all.
 
-    scratch: the child's TMPDIR.
+    scratch: the child's TMPDIR. environment: of each start, in addition to our own and what `start` is given. before_kill: what has to
+    happen between SIGTERM and SIGKILL.
     """
 
     def __init__(self, name: str, log_path: Path, scratch: Path) -> None:
         self.name, self._log_path, self._scratch = name, log_path, scratch
+        self.environment: Mapping[str, str] = {}
+        self.before_kill: Callable[[], Awaitable[object]] | None = None
         self._log_start = 0
         self._process: asyncio.subprocess.Process
         self._others: set[str] = set()  # worker groups that were there before us
@@ -58,7 +62,7 @@ class OwnedProcess:
                 stdout=log,
                 stderr=log,
                 process_group=0,
-                env={**os.environ, **(env or {})},
+                env={**os.environ, **(env or {}), **self.environment},
             )
 
     @property
@@ -76,12 +80,19 @@ class OwnedProcess:
             self._process.terminate()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), TERM_DEADLINE_S)
-        with suppress(ProcessLookupError):  # nothing is left
-            await self._let_group_end()
-            os.killpg(self._process.pid, signal.SIGKILL)
+        try:
+            if self.before_kill is not None:
+                await self.before_kill()
+        finally:
+            await self._kill_group()
         await self._process.wait()
         self._note_groups()
         remove_shared_memory(self._groups)
+
+    async def _kill_group(self) -> None:
+        with suppress(ProcessLookupError):  # nothing is left
+            await self._let_group_end()
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _note_groups(self) -> None:
         """Rendezvous files may go before the shared memory that they name does."""
@@ -182,15 +193,3 @@ class EngineProcess(OwnedProcess):
             raise Refused(
                 504, f"engine {self.spec.executor_id}: {verb} took longer than {self.spec.engine.request_deadline_s:g} s"
             ) from error
-
-
-def worker_groups(folder: Path) -> set[str]:
-    """Names of the worker groups of engines running with this folder as their TMPDIR: vLLM's rendezvous files."""
-    return {path.name for path in folder.glob("vllm_dist_*")}
-
-
-def remove_shared_memory(groups: set[str]) -> None:
-    """Unlink what tensor-parallel CPU workers leave in /dev/shm (4 MiB a worker), on SIGTERM as on SIGKILL: vLLM never does."""
-    for group in groups:
-        for segment in Path("/dev/shm").glob(f"{group}*"):
-            segment.unlink(missing_ok=True)

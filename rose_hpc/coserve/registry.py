@@ -95,12 +95,13 @@ class Registry:
             if gone and self._path(entry.name).lstat().st_uid == os.getuid():
                 left = entry if entry.name == name else left
                 self.remove(entry.name)
+                self._temporary(entry).unlink(missing_ok=True)
         return left
 
     def write(self, entry: AgentEntry) -> None:
         """Replace the agent's entry, as of now. Raises OSError."""
         path = self._path(entry.name)
-        temporary = path.with_name(f".{path.name}.{entry.pid}")
+        temporary = self._temporary(entry)
         temporary.unlink(missing_ok=True)
         mode = 0o600 | (self.folder.stat().st_mode & GROUP_MAY_READ)
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
@@ -114,6 +115,10 @@ class Registry:
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.json"
+
+    def _temporary(self, entry: AgentEntry) -> Path:
+        """What an agent writes before it takes the place of its entry."""
+        return self.folder / f".{entry.name}.json.{entry.pid}"
 
     def _prepare(self) -> None:
         try:

@@ -68,12 +68,17 @@ class GatedScheduler(Scheduler):
         tokens = self._gate.admit(self._needs(), self.max_num_scheduled_tokens)
         was_cut = self._keep_to_memory(self._gate)
         if (was_cut or not tokens) and self.get_num_unfinished_requests():
-            return SchedulerOutput.make_empty()  # of a cut, too: its aborts are answered at once, and the budget was for another batch
+            return self._nothing()  # of a cut, too: its aborts are answered at once, and the budget was for another batch
         output = self._within(tokens, throttle_prefills)
         if output.total_num_scheduled_tokens:
             batch = sum(n == 1 for n in output.num_scheduled_tokens.values())
             self._gate.started(output.total_num_scheduled_tokens - batch, batch)
         return output
+
+    def _nothing(self) -> SchedulerOutput:
+        """An empty schedule. The workers drop from their batch whoever is not in it, and have to be told of their tokens again."""
+        self.prev_step_scheduled_req_ids.clear()
+        return SchedulerOutput.make_empty()
 
     def _needs(self) -> list[int]:
         """Tokens that each request still has to compute, in the order in which `schedule` serves them."""

@@ -12,12 +12,13 @@ from typing import Annotated, Any, TypeVar
 import typer
 from pydantic import ValidationError
 
-from rose_hpc.config import EngineConfig, GateConfig, Section, ServingConfig, SloConfig
-from rose_hpc.errors import ConfigError, UsageError
+from rose_hpc.config import REGISTRY, EngineConfig, GateConfig, GpuConfig, Section, ServingConfig, SloConfig
+from rose_hpc.coserve.lease_book import LEAST_FRAC
+from rose_hpc.errors import ConfigError, EnvironmentFault, UsageError
 
 STATE = Path("~/.rose_hpc")
-REGISTRY = STATE / "agents"
 SLO, ENGINE = SloConfig(), ServingConfig().engine
+GPU_MEMORY_BYTES: int = GpuConfig().memory_bytes
 
 SectionT = TypeVar("SectionT", bound=Section)
 RegistryOption = Annotated[Path, typer.Option("--registry", help="Folder on a shared file system where agents are listed.")]
@@ -39,6 +40,13 @@ def serve(
     lend_max_frac: Annotated[float, typer.Option(help="Most of the device that a run may ask for.")] = 1.0,
     max_ttl_s: Annotated[float, typer.Option(help="Take the device back after so long without a renewal.")] = 10.0,
     unverified_tp: Annotated[bool, typer.Option("--unverified-tp", help="On GPUs: allow tensor-parallel lent engines.")] = False,
+    mps_folder: Annotated[
+        Path | None, typer.Option(help="On GPUs: private folder of the MPS control daemon. Default: one in /tmp, by the GPUs lent.")
+    ] = None,
+    mps_memory_bytes: Annotated[int, typer.Option(min=1 << 20, help="On GPUs: most memory of a lent engine, per GPU.")] = GPU_MEMORY_BYTES,
+    gate_only: Annotated[
+        bool, typer.Option("--gate-only", help="On GPUs: lend without MPS: no ceiling, no memory limit, no priority for lent engines.")
+    ] = False,
     device_cpus: Annotated[
         str, typer.Option(metavar="N,N", help="Where there is no GPU: the cores that stand for it. Default: the first usable one.")
     ] = "",
@@ -60,6 +68,10 @@ def serve(
     With --attach nothing is started: the server must run on this machine, as this user, with the flags
     --scheduler-cls rose_hpc.coserve.serving_plugin.ServingScheduler --additional-config '{"rose_board": "/dev/shm/board"}'
 
+    On GPUs lent engines run under NVIDIA MPS (not yet verified on a GPU), which does not isolate faults: one of a lent engine takes the
+    serving engine of the same GPU with it. Where that must not be, lend a MIG slice or nothing. Without MPS nothing is lent, unless
+    --gate-only is given. A server to --attach to must compute under the MPS control daemon of --mps-folder; docs/lending.md says how.
+
     Example: rose-hpc serve models/llama --port 8000 --allow-model models/policy --lend-max-frac 0.5
 
     Example: rose-hpc serve --attach http://127.0.0.1:8000 --board /dev/shm/board --allow-model models/policy
@@ -76,6 +88,11 @@ def serve(
         "max_frac": lend_max_frac,
         "max_ttl_s": max_ttl_s,
         "unverified_tp": unverified_tp,
+        "gpu": {
+            "mps_folder": None if mps_folder is None else mps_folder.expanduser().absolute(),
+            "memory_bytes": mps_memory_bytes,
+            "gate_only": gate_only,
+        },
     }
     engine = {"dtype": dtype, "tensor_parallel": tensor_parallel, "max_model_len": max_model_len}
     serving: dict[str, Any] = {
@@ -114,6 +131,13 @@ def _run(spec: dict[str, Any], serving: dict[str, Any], place: dict[str, Any]) -
     from rose_hpc.coserve.specs import ServeSpec
     from rose_hpc.weights.arena_home import ArenaHome
 
+    if is_cpu_build() and set(serving["device_cpus"]) >= os.sched_getaffinity(0):
+        raise EnvironmentFault(
+            "no core is left beside the device",
+            got=f"{len(serving['device_cpus'])} for the device, of as many",
+            expected="one more: API servers and the agent, which takes the device back, must not wait for it",
+            remedy="--device-cpus with fewer cores, or more cores for this command",
+        )
     spec["devices"] = len(serving["device_cpus"]) if is_cpu_build() else serving["engine"].tensor_parallel
     if (attach := place.get("attach")) is not None:
         ours = {"model_dir": "/", "socket": "/", "board": attach["board"], "flags": []}  # of the server: nothing of it is started here
@@ -147,8 +171,8 @@ def lend(
     changes = [on, off, max_frac is not None and not on]
     if sum(changes) + status != 1:
         raise UsageError("what shall change?", expected="one of --off, --on and --status; --max-frac alone or with --on")
-    if max_frac is not None and not 0 < max_frac <= 1:
-        raise UsageError("--max-frac is no share of a device", got=max_frac, expected="more than 0, at most 1; --off lends nothing")
+    if max_frac is not None and not LEAST_FRAC <= max_frac <= 1:
+        raise UsageError("--max-frac is no share of a device", got=max_frac, expected=f"{LEAST_FRAC:g} to 1; --off lends nothing")
     change = None if status else LendChange(on if on or off else None, max_frac)
     told = [tell(path, change) for path in _sockets(registry.expanduser(), agent, every, status)]
     if as_json:

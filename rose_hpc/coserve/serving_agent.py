@@ -1,7 +1,8 @@
 """Process of the operator's agent: `python -m rose_hpc.coserve.serving_agent SPEC.json`. It lends the device of a server that runs.
 
     attached to the server ─▶ device protected ─▶ listen, register ─▶ lend (lending.py) ─┬─ SIGTERM, SIGINT ─▶ exit 0
-               └─ server, board and model do not fit: exit 2                             └─ the server ends ─▶ exit 1
+               │                     └─ nothing protects it: exit 2 (quota/choice.py)     └─ the server ends ─▶ exit 1
+               └─ server, board and model do not fit: exit 2
 
     HOME/ (0700, in shared memory)   tmp/operator.sock (0600)     lease-ID/ per lease: arena, sockets, tokens
 
@@ -18,6 +19,7 @@ import os
 import secrets
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -30,15 +32,14 @@ from rose_hpc.control import TOKEN_FILE, publish_address, write_private
 from rose_hpc.coserve.agent import say
 from rose_hpc.coserve.attached import AttachedServing
 from rose_hpc.coserve.device import Device
-from rose_hpc.coserve.engine import device_cores, is_cpu_build
 from rose_hpc.coserve.lease_api import LeaseRoutes
 from rose_hpc.coserve.lease_book import Terms
 from rose_hpc.coserve.lease_messages import LeaseAsk, RelayAsk
 from rose_hpc.coserve.lending import Lending
 from rose_hpc.coserve.operator_api import SOCKET_MODE, operator_app
 from rose_hpc.coserve.processes import EngineProcess
-from rose_hpc.coserve.quota import GateOnly, Quota, SchedIdleQuota, best_quota
-from rose_hpc.coserve.quota.sched_idle import scheduling_group
+from rose_hpc.coserve.protection import in_thread, report_faults
+from rose_hpc.coserve.quota.choice import choose_quota, is_gpu
 from rose_hpc.coserve.registry import HEARTBEAT_S, AgentEntry, Registry
 from rose_hpc.coserve.relay_process import RelayProcess
 from rose_hpc.coserve.specs import EngineOffer, EngineSpec, ServeSpec
@@ -49,14 +50,16 @@ from rose_hpc.lifeline import die_with_parent, report_failure
 from rose_hpc.weights.arena_home import ArenaHome
 from rose_hpc.weights.relay_spec import RelayNode, RelaySpec
 
+MakeEngine = Callable[[EngineSpec, Path, str], EngineProcess]
+
 
 class ServingAgent:
-    """One run of the agent. home: its private folder."""
+    """One run of the agent. home: its private folder. engine: makes an engine's process from its spec, its log and its token."""
 
-    def __init__(self, spec: ServeSpec, home: ArenaHome) -> None:
+    def __init__(self, spec: ServeSpec, home: ArenaHome, engine: MakeEngine = EngineProcess) -> None:
         if spec.attach is None:
             raise ConfigError("an agent needs a server to attach to", got=spec.name)
-        self._spec, self._attach, self._home = spec, spec.attach, home
+        self._spec, self._attach, self._home, self._engine = spec, spec.attach, home, engine
         self._registry = Registry(spec.registry)
         self._terms = terms_of(spec)
         self._key = secrets.token_urlsafe(32)
@@ -64,17 +67,20 @@ class ServingAgent:
         self._url = ""
 
     async def run(self) -> int:
-        """The exit status. Raises EnvironmentFault: what is attached does not fit together; RunFailed: the server has ended."""
+        """The exit status. Raises RunFailed: the server has ended.
+
+        Raises EnvironmentFault: what is attached does not fit together, or nothing would protect it.
+        """
         stop = stop_signals()
         self._take_up(self._registry.claim(self._spec.name))
         self._spec.logs_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        async with AttachedServing(self._attach) as server:
-            device = Device(self._spec.name, device_cores(self._spec.serving), quota_beside(server.pid), self._attach.board)
-            try:
-                device.serving_up(server.pid)
-                await first_of(stop=stop.wait(), serving=server.ended(), lending=self._lend(device))
-            finally:
-                device.close()
+        async with AsyncExitStack() as stack:
+            server = await stack.enter_async_context(AttachedServing(self._attach))
+            quota = await in_thread(choose_quota, self._spec.gpu, self._spec.devices, server.pid)
+            device = Device(self._spec.name, cores_of(self._spec), quota, self._attach.board)
+            stack.push_async_callback(in_thread, device.close)
+            await in_thread(device.serving_up, server.pid)
+            await first_of(stop=stop.wait(), serving=server.ended(), lending=self._lend(device))
         return 0
 
     def _take_up(self, left: AgentEntry | None) -> None:
@@ -86,7 +92,7 @@ class ServingAgent:
 
     async def _lend(self, device: Device) -> None:
         """For ever: the server and the operator end it."""
-        make_stay = StayFactory(self._spec, self._attach.board, device)
+        make_stay = StayFactory(self._spec, self._attach.board, device, self._engine)
         lending = Lending(self._spec.name, self._terms, device, self._home.path, make_stay)
         async with AsyncExitStack() as stack:
             routes = LeaseRoutes(lending, self._key, lambda: self._url)
@@ -96,7 +102,8 @@ class ServingAgent:
             self._operator_socket.chmod(SOCKET_MODE)
             stack.callback(self._registry.remove, self._spec.name)
             say(f"{self._spec.name} lends beside {self._attach.url}: runs ask at {self._url}, confined by {device.quota}")
-            await first_of(lending=lending.run(), registry=self._keep_registered(lending))
+            protection = report_faults(device, lending.hinder)
+            await first_of(lending=lending.run(), registry=self._keep_registered(lending), protection=protection)
 
     def _operator_site(self, runner: web.AppRunner) -> web.UnixSite:
         return web.UnixSite(runner, str(self._operator_socket), backlog=BACKLOG)
@@ -134,8 +141,8 @@ class ServingAgent:
 class StayFactory:
     """Makes the stay of a lease from what the run asked for; the rest is the operator's."""
 
-    def __init__(self, spec: ServeSpec, board: Path, device: Device) -> None:
-        self._spec, self._board, self._device = spec, board, device
+    def __init__(self, spec: ServeSpec, board: Path, device: Device, engine: MakeEngine = EngineProcess) -> None:
+        self._spec, self._board, self._device, self._engine = spec, board, device, engine
 
     def __call__(self, ask: LeaseAsk, engine: EngineConfig, folder: Path) -> Stay:
         """folder: the lease's own. Raises pydantic's ValidationError for what no specification takes; nothing has started then."""
@@ -150,9 +157,9 @@ class StayFactory:
         )
         write_private(folder / TOKEN_FILE, token)
         spec = EngineSpec(**offer.model_dump(), socket=folder / "e.sock", token_file=folder / TOKEN_FILE)
-        process = EngineProcess(spec, self._spec.logs_dir / f"engine-{ask.executor_id}.log", token)
+        process = self._engine(spec, self._spec.logs_dir / f"engine-{ask.executor_id}.log", token)
         relay = None if ask.relay is None else self._relay(ask.relay, folder)
-        return Stay(process, relay, self._device, board)
+        return Stay(process, relay, self._device, board, ask.ceiling_frac)
 
     def _relay(self, ask: RelayAsk, folder: Path) -> RelayProcess:
         """It finds the run's controller as every relay does: by an address and a token in a private folder."""
@@ -169,7 +176,7 @@ class StayFactory:
             deadline_s=ask.deadline_s,
             lease_ttl_s=self._spec.max_ttl_s,
         )
-        return RelayProcess(spec, folder, self._spec.logs_dir, device_cores(self._spec.serving))
+        return RelayProcess(spec, folder, self._spec.logs_dir, cores_of(self._spec))
 
 
 def terms_of(spec: ServeSpec) -> Terms:
@@ -179,7 +186,7 @@ def terms_of(spec: ServeSpec) -> Terms:
         devices=spec.devices,
         max_frac=spec.max_frac,
         max_ttl_s=spec.max_ttl_s,
-        is_gpu=not is_cpu_build(),
+        is_gpu=is_gpu(spec.gpu),
         unverified_tp=spec.unverified_tp,
     )
 
@@ -191,18 +198,9 @@ def _model_folder(path: Path) -> Path:
     return folder
 
 
-def quota_beside(serving_pid: int) -> Quota:
-    """What can confine a rollout engine beside this server. On GPUs the gate alone, so far.
-
-    SCHED_IDLE ranks threads of one cgroup only: beside a server in another one it would be no protection, and says so.
-    """
-    if not is_cpu_build():
-        return GateOnly()
-    quota = best_quota()
-    if isinstance(quota, SchedIdleQuota) and scheduling_group(serving_pid) != scheduling_group(os.getpid()):
-        say("degraded: the server is in another cgroup, across which SCHED_IDLE protects nothing: the gate alone confines the lent engine")
-        return GateOnly()
-    return quota
+def cores_of(spec: ServeSpec) -> list[int]:
+    """That stand for the lent device; none where it is a GPU."""
+    return [] if is_gpu(spec.gpu) else spec.serving.device_cpus
 
 
 async def run_agent(spec: ServeSpec) -> int:

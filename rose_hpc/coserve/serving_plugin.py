@@ -12,8 +12,10 @@ Invariants
 - Nothing that goes wrong here reaches the serving engine. An unwritable board is logged once and tried again each second. If
   our reading of the scheduler itself fails, we say so on the board by an overdue request that stays: the gate stays shut.
 
-The state is published when it changes: a request comes (add_request), starts or is preempted (schedule), gets tokens
-(update_from_output) or is aborted (finish_requests). Only the last two can loosen the gate, and wake it.
+The state is published when it changes: a request comes (add_request; where others run, the schedule that follows at once says so),
+starts or is preempted (schedule), gets tokens (update_from_output) or is aborted (finish_requests). Only the last two can loosen the
+gate, and wake it. Steps in which everybody only gets its next token are shown each REFRESH_S: a board that lags behind them shows less
+slack than there is, and an engine whose steps take less than that would spend 2 % of its time on telling so.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from rose_hpc.errors import RoseError
 
 CONFIG_KEY = "rose_board"
 RETRY_S = 1.0  # between two tries at a board that cannot be written
+REFRESH_S = 0.005  # between two records of the same requests: what the gate waits for in one decision (GateConfig.hold_cap_s)
 OVERDUE = ServingState(waiting=(WaitingRequest(arrival_s=0.0, prompt_tokens=0),))  # since boot: no budget allows a step beside it
 
 log = logging.getLogger(__name__)
@@ -104,35 +107,44 @@ class Watch:
         self._last_token_s: dict[str, float] = {}
         self._began_s: list[float] = []  # of the steps in flight, oldest first
         self._last_end_s = 0.0
+        self._shown_s = 0.0  # when the board was published last
+        self._shows_busy = False
+        self._is_behind = False  # the board does not show somebody who came
 
     def came(self, scheduler: Scheduler, request: Request) -> None:
         """vLLM stamps arrivals with the wall clock, in another process."""
         age_s = max(0.0, time.time() - request.arrival_time)
         self._arrival_s[request.request_id] = time.monotonic() - age_s
-        self.publish(scheduler, wake=False)
+        self._is_behind = True
+        if not self._shows_busy:
+            self.publish(scheduler, wake=False)
 
     def scheduled(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         """A pure decode step changes nothing that the board shows."""
-        if not output.total_num_scheduled_tokens:
-            return
-        self._began_s.append(time.monotonic())
-        if output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids or output.preempted_req_ids:
+        if output.total_num_scheduled_tokens:
+            self._began_s.append(time.monotonic())
+        started = output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids
+        if self._is_behind or started or output.preempted_req_ids:
             self.publish(scheduler, wake=False)
 
     def stepped(self, scheduler: Scheduler, output: SchedulerOutput, outputs: dict[int, EngineCoreOutputs]) -> None:
         """Steps end in the order they began; one that began while another ran took from that one's end on."""
-        now_s = time.monotonic()
+        now_s, scheduled = time.monotonic(), output.num_scheduled_tokens
+        decoding = sum(map(self._last_token_s.__contains__, scheduled))
+        is_news = decoding < len(scheduled) or now_s - self._shown_s >= REFRESH_S
         if output.total_num_scheduled_tokens:
             begin_s = max(self._began_s.pop(0), self._last_end_s)
-            decoding = sum(map(self._last_token_s.__contains__, output.num_scheduled_tokens))
-            self._fit.observe(self._prompt_tokens(output, decoding), decoding, now_s - begin_s)
             self._last_end_s = now_s
+            if is_news:
+                self._fit.observe(self._prompt_tokens(output, decoding), decoding, now_s - begin_s)
         for result in (o for of_client in outputs.values() for o in of_client.outputs):
             if result.finish_reason is not None:
                 self._forget(result.request_id)
+                is_news = True
             elif result.new_token_ids:
                 self._last_token_s[result.request_id] = now_s
-        self.publish(scheduler)
+        if is_news:
+            self.publish(scheduler)
 
     def _prompt_tokens(self, output: SchedulerOutput, decoding: int) -> int:
         """Of a step with so many decoding requests; most steps have no others."""
@@ -149,23 +161,21 @@ class Watch:
         self._last_token_s.pop(request_id, None)
 
     def publish(self, scheduler: Scheduler, wake: bool = True) -> None:
-        now_s = time.monotonic()
-        self._link.publish(self._state(scheduler, now_s), self._fit.times, now_s, wake)
+        self._shown_s = now_s = time.monotonic()
+        state = self._state(scheduler, now_s)
+        self._shows_busy, self._is_behind = state.busy, False
+        self._link.publish(state, self._fit.times, now_s, wake)
 
     def _state(self, scheduler: Scheduler, now_s: float) -> ServingState:
         """A preempted request waits for its next token, not for its first, so it counts among those past their first token."""
         running, last_token_s = scheduler.running, self._last_token_s
-        queues = (scheduler.waiting, scheduler.kv_holding_waiting)
-        queued = [r for queue in queues if queue for r in queue if owed(r)]
-        started = [last_token_s[i] for r in (*running, *queued) if (i := r.request_id) in last_token_s]
-        all_started = len(started) == len(running) + len(queued)  # as in most steps
-        return ServingState(
-            waiting=() if all_started else self._owing(queued, now_s),
-            prefilling=() if all_started else self._owing(running, now_s),
-            last_token_s=tuple(started),
-            batch=len(running),
-            kv_frac=scheduler.get_kv_cache_usage(),
-        )
+        batch, kv_frac = len(running), scheduler.get_kv_cache_usage()
+        queues = [queue for queue in (scheduler.waiting, scheduler.kv_holding_waiting) if queue]
+        if not queues and batch == len(last_token_s) == len(self._arrival_s):  # all that came run, and have their first token
+            return ServingState(last_token_s=tuple(last_token_s.values()), batch=batch, kv_frac=kv_frac)
+        queued = [r for queue in queues for r in queue if owed(r)]
+        started = tuple([last_token_s[i] for r in (*running, *queued) if (i := r.request_id) in last_token_s])
+        return ServingState(self._owing(queued, now_s), self._owing(running, now_s), started, batch, kv_frac)
 
     def _owing(self, requests: Iterable[Request], now_s: float) -> tuple[WaitingRequest, ...]:
         """Those before their first token. Tokens of a step in flight remain: vLLM counts them as computed when it schedules them."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -58,11 +58,12 @@ def serving_environment(spec: ServingSpec, inherited: Mapping[str, str] = os.env
 
 
 class ServingProcess(OwnedProcess):
-    """Async context manager: the server lives inside of it."""
+    """Async context manager: the server lives inside of it. environment: what the device's quota wants it to be started with."""
 
-    def __init__(self, spec: ServingSpec, log_path: Path) -> None:
+    def __init__(self, spec: ServingSpec, log_path: Path, environment: Mapping[str, str] | None = None) -> None:
         super().__init__("serving engine", log_path, spec.scratch_dir)
         self.spec = spec
+        self.environment = environment or {}
 
     async def __aenter__(self) -> ServingProcess:
         await self.start(serving_command(self.spec), serving_environment(self.spec))
@@ -90,3 +91,6 @@ class ServingProcess(OwnedProcess):
                 return response.status == 200
         except (aiohttp.ClientError, TimeoutError):
             return False
+
+
+MakeServer = Callable[[ServingSpec, Path, Mapping[str, str]], ServingProcess]

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rose_hpc.config import EngineConfig, GateConfig, Section, SloConfig
+from rose_hpc.config import EngineConfig, GateConfig, GpuConfig, Section, SloConfig
+from rose_hpc.coserve.lease_book import LEAST_FRAC
 from rose_hpc.coserve.registry import NAME_PATTERN
 from rose_hpc.weights.relay_spec import RelaySpec
 
@@ -94,10 +95,11 @@ class ServeSpec(Section):
     host: str = Field("127.0.0.1", description="address on which runs reach the agent")
     port: int = Field(0, ge=0, le=65535, description="0: any free port")
     allow_models: list[Path] = Field([], description="folders of the models that runs may bring")
-    max_frac: float = Field(1.0, gt=0, le=1, description="most of the device that a run may ask for")
+    max_frac: float = Field(1.0, ge=LEAST_FRAC, le=1, description="most of the device that a run may ask for")
     max_ttl_s: float = Field(10.0, gt=0, description="longest time without a renewal")
     devices: int = Field(1, ge=1, description="that a lent engine may span")
     unverified_tp: bool = Field(False, description="allow tensor parallelism beside a serving engine on GPUs")
+    gpu: GpuConfig = GpuConfig()
 
 
 class AgentSpec(Section):
@@ -106,6 +108,7 @@ class AgentSpec(Section):
     agent_id: str = Field(..., pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     kind: Literal["dedicated", "opportunistic"] = "dedicated"
     serving: ServingSpec | None = Field(None, description="opportunistic only: the serving engine whose device is lent")
+    gpu: GpuConfig = GpuConfig()
     control_dir: Path = Field(..., description="RUN/control: the controller's address and the run's token")
     logs_dir: Path = Field(..., description="gets engine-ID.log per engine, and relay.log")
     relay: str = Field("", description="whose arena the engines load from")

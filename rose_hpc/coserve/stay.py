@@ -1,11 +1,14 @@
 """What one lease runs on a lent device: a rollout engine, and the relay that feeds it. Children of the operator's agent.
 
-    enter ─▶ starting, confined ──healthy──▶ up ──┐
-                 │                                ├─ exit: idle class lifted ─▶ turns in flight aborted, their callers get what
-                 └─ engine or relay ends: RunFailed    they have ─▶ SIGKILL of the engine's group, GRACE_S after at most ─▶ relay ends
+    enter ─▶ starting, confined ─▶ answers ─▶ seen to compute under the quota ─▶ up ─┐
+                 └─ engine or relay ends, or it computes elsewhere: RoseError ───────┤
+                                                                                     ▼
+    exit: idle class lifted ─▶ turns in flight aborted: their callers get what they have, GRACE_S at most
+              ─▶ contexts on the device ended, where a daemon holds them ─▶ SIGKILL of the engine and its workers ─▶ relay ends
 
-Leaving takes the device back within GRACE_S and the time that the kernel needs: nobody is asked twice. `freed_s` tells when nothing
-of the engine ran any more.
+Leaving takes the device back within GRACE_S, the time that contexts take (device.END_DEADLINE_S at most) and the time that the kernel
+needs: nobody is asked twice, but an engine whose contexts could not be ended, which gets SIGTERM and TERM_S. `freed_s` tells when
+nothing of the engine ran any more.
 
 It knows no tokens but the engine's own, and not why it has to end (lending.py).
 """
@@ -24,10 +27,11 @@ import aiohttp
 import msgspec
 import psutil
 
-from rose_hpc.coserve.device import Device, workers_of
+from rose_hpc.coserve.device import Device
 from rose_hpc.coserve.processes import EngineProcess
 from rose_hpc.coserve.progress import ProgressState
 from rose_hpc.coserve.progress_watch import ProgressWatch
+from rose_hpc.coserve.protection import in_thread
 from rose_hpc.coserve.relay_process import RelayProcess
 from rose_hpc.coserve.specs import EngineSpec
 from rose_hpc.errors import ControlError
@@ -35,6 +39,7 @@ from rose_hpc.http_api import Refused, first_of
 from rose_hpc.messages import AbortRequest, EngineHealth, encode
 
 GRACE_S = 0.5  # from the end of a lease to SIGKILL of its engine
+TERM_S = 2.0  # to end by itself, for an engine whose contexts nobody else could end: killing it may cost those of serving
 POLL_S = 0.01
 GONE_DEADLINE_S = 5.0  # for the kernel to end what was killed
 DEAD = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
@@ -47,17 +52,17 @@ class _Named(msgspec.Struct):
 
 
 class Stay:
-    """Async context manager: the engine lives inside of it. board: whose gate it is behind."""
+    """Async context manager: the engine lives inside of it. board: whose gate it is behind. ceiling_frac: of the device."""
 
-    def __init__(self, engine: EngineProcess, relay: RelayProcess | None, device: Device, board: Path) -> None:
-        self._engine, self._relay, self._device = engine, relay, device
+    def __init__(self, engine: EngineProcess, relay: RelayProcess | None, device: Device, board: Path, ceiling_frac: float = 1.0) -> None:
+        self._engine, self._relay, self._device, self._ceiling_frac = engine, relay, device, ceiling_frac
         self._watch = ProgressWatch(board)
         self._started = AsyncExitStack()
         self.is_up = False
         self.freed_s: float | None = None  # of time.monotonic()
         self._flying: dict[str, int] = {}  # turns that the engine has, by request id
         self._landed = asyncio.Event()
-        self._workers: set[int] = set()
+        self._processes: set[psutil.Process] = set()  # the engine's, as far as they compute
 
     @property
     def engine_spec(self) -> EngineSpec:
@@ -82,6 +87,7 @@ class Stay:
         async with AsyncExitStack() as started:
             if self._relay is not None:
                 await started.enter_async_context(self._relay)
+            self._engine.environment = self._device.rollout_starts(self._ceiling_frac)
             await started.enter_async_context(self._engine)
             self._device.rollout_spawned(self._engine.pid)
             self._started = started.pop_all()
@@ -93,10 +99,12 @@ class Stay:
             self._note_workers()
             self._device.give_back()
             await self._abort_all()
+            if await in_thread(self._device.end_contexts) and self._engine.is_running:
+                os.kill(self._engine.pid, signal.SIGTERM)  # its workers it ends itself
+                await self._gone(TERM_S)
         finally:  # whatever was in the way
-            with suppress(ProcessLookupError):  # nothing is left of it
-                os.killpg(self._engine.pid, signal.SIGKILL)
-            await self._gone()
+            self._kill()
+            await self._gone(GONE_DEADLINE_S)
             self.freed_s = time.monotonic()
             await self._started.aclose()
 
@@ -113,21 +121,33 @@ class Stay:
 
     def _note_workers(self) -> None:
         """Those of an engine that has ended cannot be found any more, and may have outlived it."""
-        self._workers |= set(workers_of(self._engine.pid))
+        with suppress(psutil.NoSuchProcess):
+            engine = psutil.Process(self._engine.pid)
+            self._processes |= {process for process in (engine, *engine.children(recursive=True)) if not _is_tracker(process)}
 
-    async def _gone(self) -> None:
-        end_s = time.monotonic() + GONE_DEADLINE_S
-        while any(map(_runs, (self._engine.pid, *self._workers))) and time.monotonic() < end_s:
+    def _kill(self) -> None:
+        """All but the tracker, which then unlinks what they leave in shared memory. What is left of the group its owner ends."""
+        for process in self._processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    async def _gone(self, deadline_s: float) -> None:
+        end_s = time.monotonic() + deadline_s
+        while any(map(_runs, self._processes)) and time.monotonic() < end_s:
             await asyncio.sleep(POLL_S)
 
     async def work(self) -> None:
-        """Raises RunFailed when the engine does not come up or ends, or the relay cannot be kept alive; returns never."""
+        """Raises RunFailed when the engine does not come up or ends, or the relay cannot be kept alive; returns never.
+
+        Raises EnvironmentFault when the engine computes where the quota does not reach it.
+        """
         relay = {} if self._relay is None else {"relay": self._relay.kept_alive()}
         await first_of(engine=self._engine_lives(), **relay)
 
     async def _engine_lives(self) -> None:
         await self._engine.healthy()
         self._note_workers()
+        await asyncio.to_thread(self._device.await_clients, self._engine.pid)
         self._device.rollout_up(self._engine.pid)
         self.is_up = True
         await self._engine.ended()
@@ -160,9 +180,16 @@ class Stay:
         return self._watch.state(self._engine.pid)
 
 
-def _runs(pid: int) -> bool:
+def _runs(process: psutil.Process) -> bool:
     try:
-        return psutil.Process(pid).status() not in DEAD
+        return process.is_running() and process.status() not in DEAD
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    try:
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
     except psutil.NoSuchProcess:
         return False
 

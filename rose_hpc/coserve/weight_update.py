@@ -1,6 +1,6 @@
 """An update of the policy as its engine drives it: prepare while generating, apply in a pause, prove while generating again.
 
-    prepare ──▶ pause ─ apply ─ resume ──▶ prove ──▶ the version serves
+    prepare ──▶ pause ─ apply ─ resume ──▶ prove ──▶ the version serves ──vacate──▶ no weights are there, until the next prepare …
        │ Refused 409: nothing has changed      │ Broken: the model holds bits that are not the trainer's
 
 The workers do the work (weights/worker_update.py); here their answers are put together: no worker of several holds the whole
@@ -61,12 +61,15 @@ class WeightUpdate:
 
     # ── while generating ──
 
-    async def prepare(self, request: UpdateRequest) -> Prepared:
-        """Raises Refused 409, with nothing changed: the version is not in the arena, or its bits are not the trainer's."""
+    async def prepare(self, request: UpdateRequest, look: bool = True) -> Prepared:
+        """Raises Refused 409, with nothing changed: the version is not in the arena, or its bits are not the trainer's.
+
+        look: at all bits before they are loaded. Without it the model must not run before the proof, which then finds out.
+        """
         try:
             if not self._is_described:
                 await self._describe()
-            answers = await self._step("prepare", request.version, request.digest, False)
+            answers = await self._step("prepare", request.version, request.digest, False, look)
             if not self._is_sound(answers, request.digest):
                 log.warning("version %d: the changed elements do not give the trainer's digest; loading all of it", request.version)
                 answers = await self._step("prepare", request.version, request.digest, True)
@@ -92,9 +95,10 @@ class WeightUpdate:
 
     # ── in the pause ──
 
-    async def apply(self, prepared: Prepared, resume: bool) -> float:
+    async def apply(self, prepared: Prepared, resume: bool, next_step: bool = True) -> float:
         """Load what was prepared between two steps of the engine; seconds in which nothing was generated.
 
+        next_step: the RL step that this begins opens a cut KV budget again (rollout_plugin.py); without it no request may be in flight.
         Any exception leaves the model in pieces. The workers begin with their proofs at the end of the pause: later, the call that
         asks for them would wait for the first step, which computes the cache of every request in flight anew.
         Not AsyncLLM.pause_generation: that sleeps 20 ms at its end, for callers who expect all earlier tokens to be delivered by then.
@@ -105,7 +109,8 @@ class WeightUpdate:
         begin_s = time.monotonic()
         await self._llm.update_weights(WeightTransferUpdateRequest({"version": request.version, "digest": request.digest}))
         await self._llm.finish_weight_update(str(request.version))
-        await self._llm.reset_prefix_cache(reset_running_requests=True)
+        if not await self._llm.reset_prefix_cache(reset_running_requests=next_step):
+            raise Broken("the prefix cache still holds keys of the weights before", got="requests in flight", expected="none")
         self._updates += 1
         await self._begin("prove", self._updates % self._full_proof_every == 0)
         if resume:
@@ -129,6 +134,15 @@ class WeightUpdate:
                 expected=f"{prepared.request.digest:#018x}",
             )
         return "digest"
+
+    # ── while nothing is to be generated ──
+
+    async def vacate(self) -> int:
+        """Have all workers give the memory of their weights back; bytes. Raises Refused 409 where one does not.
+
+        Even then the model must not run before the next `apply`, which loads all of it.
+        """
+        return sum(answer["bytes"] for answer in await self._step("vacate"))
 
     # ── the workers ──
 

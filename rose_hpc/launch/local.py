@@ -15,12 +15,15 @@
 The launcher starts them together, shows progress, and ends with the controller: whatever happens (success, failure of any
 process, SIGINT, SIGTERM), all are stopped and reaped, the arenas are removed. It holds no state of the run.
 
+Executors on devices that the run borrows from operators' agents ([borrow]) are nobody's of these: they are the agents' children.
+
 The operator's side outlives the RL side: when that fails, traffic goes on until the lender has taken its device back; it is
 never cut off, but drained. On CPUs the RL side keeps off the lent device's cores.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -37,6 +40,7 @@ from rose_hpc.launch.processes import Supervisor
 from rose_hpc.launch.run_folder import RunFolder
 from rose_hpc.launch.specs import Attempt
 from rose_hpc.metrics.files import next_attempt
+from rose_hpc.rollout.envs.registry import try_out
 from rose_hpc.weights.arena_home import ArenaHome
 
 POLL_S = 0.1
@@ -57,6 +61,7 @@ class Interrupted(RoseError):
 def run(config: RunConfig, run_dir: Path) -> RunFolder:
     """Start a new run and see it to its end. Raises UsageError before anything starts, RunFailed, Interrupted."""
     preflight.check(config)
+    asyncio.run(try_out(config.env))
     folder = run_folder.create(run_dir, config)
     _attempt(config, folder, resume=False)
     return folder
@@ -66,6 +71,7 @@ def resume(run_dir: Path) -> RunFolder:
     """Go on with an interrupted run from its last checkpoint; from the beginning where it had none."""
     folder, config = run_folder.reopen(run_dir)
     preflight.check(config)
+    asyncio.run(try_out(config.env))
     _attempt(config, folder, resume=True)
     return folder
 
@@ -138,7 +144,7 @@ def _start_operator_side(attempt: Attempt, serving: ServingConfig, operator: Sup
 
 def _start_rl_side(attempt: Attempt, rl_side: Supervisor) -> None:
     """Controller, agent, trainer ranks and relays; they find each other through RUN/control."""
-    rl_side.start_module("controller", "rose_hpc.rollout.controller", attempt.write("controller", attempt.controller()))
+    rl_side.start_module("controller", "rose_hpc.launch.controller_process", attempt.write("controller", attempt.controller()))
     rl_side.start_module("agent-0", "rose_hpc.coserve.agent_process", attempt.write("agent-0", attempt.agent()))
     for rank in range(attempt.config.train.ranks):
         rl_side.start_module(f"trainer-{rank}", "rose_hpc.train.trainer", attempt.write(f"trainer-{rank}", attempt.trainer(rank)))

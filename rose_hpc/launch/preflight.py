@@ -23,6 +23,7 @@ from rose_hpc.weights.layout import ITEM_BYTES
 
 MAX_SAFETENSORS_HEADER_BYTES = 100 << 20
 LAUNCHER_DEADLINE_S = 5.0
+EVERYWHERE = ("0.0.0.0", "::")
 
 
 def check(config: RunConfig) -> None:
@@ -38,11 +39,24 @@ def check(config: RunConfig) -> None:
     if config.serving is not None:
         check_serving(config.serving)
         check_lent_engine(config.serving.rollout, config.rollout.engine, policy)
+    if config.borrow is not None:
+        check_lent_engine(config.borrow.engine, config.rollout.engine, policy, "borrow.engine")
+        check_reachable(config.control)
 
 
 def check_port(control: ControlConfig) -> None:
     """The control port must be free."""
     bind(control.host, control.port).close()
+
+
+def check_reachable(control: ControlConfig) -> None:
+    """Lending agents are told where the run is: an address of this machine, not "all of them"."""
+    if control.host in EVERYWHERE:
+        raise ConfigError(
+            "lending agents cannot be told where the run is",
+            got=f"control.host = {control.host!r}",
+            expected="an address of this machine that their machines reach",
+        )
 
 
 def find_mpiexec(command: str) -> str:
@@ -116,13 +130,13 @@ def check_serving(serving: ServingConfig) -> None:
         )
 
 
-def check_lent_engine(lent: EngineConfig, dedicated: EngineConfig, policy: dict[str, int]) -> None:
+def check_lent_engine(lent: EngineConfig, dedicated: EngineConfig, policy: dict[str, int], section: str = "serving.rollout") -> None:
     """The opportunistic engine must take whatever turn a dedicated one takes."""
-    check_engine(lent, policy, "serving.rollout")
+    check_engine(lent, policy, section)
     if lent.max_model_len < dedicated.max_model_len:
         raise ConfigError(
             "the opportunistic engine has a shorter context than the dedicated one",
-            got=f"serving.rollout.max_model_len = {lent.max_model_len}",
+            got=f"{section}.max_model_len = {lent.max_model_len}",
             expected=f"at least rollout.engine.max_model_len = {dedicated.max_model_len}",
         )
 
@@ -170,7 +184,7 @@ def check_engine(engine: EngineConfig, model: dict[str, int], section: str = "ro
     if engine.max_model_len > model["max_positions"]:
         raise ConfigError(
             "the context is longer than the model's",
-            got=f"rollout.engine.max_model_len = {engine.max_model_len}",
+            got=f"{section}.max_model_len = {engine.max_model_len}",
             expected=f"at most {model['max_positions']}",
         )
     needed = least_kv_bytes(engine, model)
@@ -194,7 +208,7 @@ def check_arena_space(config: RunConfig, model_dir: Path) -> None:
     """Room for the image and the kept deltas of every node's arena, before the start instead of in the middle."""
     image_bytes = parameter_count(model_dir) * ITEM_BYTES[config.weights.wire_dtype]
     arenas = 2 if config.serving is None else 3
-    needed = image_bytes * arenas * (1 + config.weights.retained_versions)  # a delta is never larger than the image
+    needed = arenas * arena_bytes(config, model_dir)
     room = shutil.disk_usage(config.weights.arena_root).free
     if room < needed:
         raise EnvironmentFault(
@@ -203,6 +217,11 @@ def check_arena_space(config: RunConfig, model_dir: Path) -> None:
             expected=f"{needed} bytes: {arenas} arenas, each an image of {image_bytes} bytes and {config.weights.retained_versions} deltas",
             remedy="free it, set weights.arena_root, or lower weights.retained_versions",
         )
+
+
+def arena_bytes(config: RunConfig, model_dir: Path) -> int:
+    """Most that one node's arena takes: the image and the kept deltas, none of which is larger than the image."""
+    return parameter_count(model_dir) * ITEM_BYTES[config.weights.wire_dtype] * (1 + config.weights.retained_versions)
 
 
 def parameter_count(model_dir: Path) -> int:

@@ -3,7 +3,8 @@
 RUN/ config.json   the validated configuration          env.json   versions of what it ran with
      code.json     digest of the package's source       model/     the tiny model, where the run made one
      control/ (0700)   address, token, process specs    logs/      one file per process
-     checkpoints/      step-000010 …                    metrics.h5, metrics.1.h5 … one per attempt; serving.h5 … likewise
+     checkpoints/      step-000010 …                    rollouts/  what was sampled ahead of each checkpoint
+     metrics.h5, metrics.1.h5 … one per attempt; serving.h5 … likewise
 """
 
 from __future__ import annotations

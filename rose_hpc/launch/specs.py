@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rose_hpc.config import EngineConfig, RunConfig, Section, ServingConfig
+from rose_hpc.config import EngineConfig, GpuConfig, RunConfig, Section, ServingConfig
 from rose_hpc.control import write_private
 from rose_hpc.coserve.specs import AgentSpec, EngineOffer, ServingSpec
 from rose_hpc.launch.run_folder import RunFolder
@@ -157,6 +157,7 @@ class Attempt:
             agent_id=agent_id,
             kind="dedicated" if serving is None else "opportunistic",
             serving=serving,
+            gpu=self.config.serving.gpu if serving is not None and self.config.serving is not None else GpuConfig(),
             control_dir=self.folder.control,
             logs_dir=self.folder.logs,
             engines=offers,

@@ -1,10 +1,16 @@
 """The agents of a run: they register, their executors join the fleet, their leases are renewed for as long as the run lives.
 
-One renewal task per agent, so that a slow one delays nobody. An agent that has not answered for a whole lease has lost its
-executors; when it, or a restarted engine of it, registers again, they join again. Device samples come with the renewals.
+    greeting, or `hold` ─▶ executors join ─▶ renewed, renewed … ─┬─ silent for a whole lease ────────┐
+                                 ▲                               ├─ it says that the lease is over ──┼─▶ executors leave
+                                 └─ it registers again           └─ none of its executors is of use ─┘
+
+One renewal task per agent, so that a slow one delays nobody. When an agent, or a restarted engine of it, registers again, its
+executors join again. Device samples come with the renewals. An agent of a lease that the run was granted (`hold`) differs in its
+token and its TTL, and in that somebody waits for its end.
 
 An opportunistic executor that the fleet has taken out (turns lost, an update failed) holds its lent device for nothing. While its
-agent still lists it, it joins again after REJOIN_S, at most MAX_REJOINS times in a life of its agent; after that it stays out.
+agent still lists it, it joins again after REJOIN_S, at most MAX_REJOINS times in a life of its agent; after that its agent is renewed
+no more, and has its device back.
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from rose_hpc.config import ControlConfig
 from rose_hpc.messages import AgentStatus, AgentUp, ExecutorInfo
@@ -23,9 +30,27 @@ from rose_hpc.rollout.fleet import Executor, Fleet
 
 STOP_DEADLINE_S = 5.0
 RENEWAL_DEADLINE_S = 2.0  # of one renewal, or the heartbeat where that is longer: one that hangs must not cost the lease
+RENEWALS_PER_TTL = 4  # at least
 REJOIN_S = 10.0  # pause before an executor that was taken out may join again
 MAX_REJOINS = 5  # in a life of its agent
 REJOINING = "opportunistic"  # the kind; a dedicated executor has nobody to bring it weights in the middle of a step
+
+
+@dataclass
+class _Held:
+    """One life of an agent. over: why it has ended, once it has."""
+
+    client: AgentClient
+    ttl_s: float
+    over: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    renewing: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        """No renewal any more."""
+        if self.renewing is not None:
+            self.renewing.cancel()
+            await asyncio.gather(self.renewing, return_exceptions=True)
+        await self.client.close()
 
 
 class Absences:
@@ -45,11 +70,16 @@ class Absences:
         self._rejoins[executor_id] += 1
         return True
 
+    def is_final(self, executor_id: str) -> bool:
+        """It may not join again."""
+        return self._rejoins[executor_id] >= MAX_REJOINS
+
 
 class AgentPool:
-    """Use as an async context manager; on leaving, every agent is asked to stop.
+    """Use as an async context manager; on leaving, every agent is asked to stop: a lease is released.
 
     arrivals: greetings from the control API. on_join: called with every executor that joined. on_status: called with every answer.
+    on_lost: called with the relay of a lent node whose agent is gone.
     """
 
     def __init__(
@@ -61,24 +91,26 @@ class AgentPool:
         background: Background,
         on_join: Callable[[Executor], None],
         on_status: Callable[[AgentStatus], None],
+        on_lost: Callable[[str], None] = lambda relay: None,
         rejoin_s: float = REJOIN_S,
     ) -> None:
         self._fleet, self._arrivals, self._token, self._config = fleet, arrivals, token, config
-        self._background, self._on_join, self._on_status, self._rejoin_s = background, on_join, on_status, rejoin_s
-        self._clients: dict[str, AgentClient] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._background, self._on_join, self._on_status, self._on_lost = background, on_join, on_status, on_lost
+        self._rejoin_s = rejoin_s
+        self._held: dict[str, _Held] = {}
+        self._welcoming: asyncio.Task[None] | None = None
         self._joined = asyncio.Event()
 
     async def __aenter__(self) -> AgentPool:
-        self._tasks[""] = self._background.spawn(self._welcome(), "welcoming agents")
-        self._tasks[""].add_done_callback(lambda _: self._joined.set())  # whoever waits for agents must notice
+        self._welcoming = self._background.spawn(self._welcome_all(), "welcoming agents")
+        self._welcoming.add_done_callback(lambda _: self._joined.set())  # whoever waits for agents must notice
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        await asyncio.gather(*(self._dismiss(client) for client in self._clients.values()))
+        if self._welcoming is not None:
+            self._welcoming.cancel()
+            await asyncio.gather(self._welcoming, return_exceptions=True)
+        await asyncio.gather(*(self._dismiss(held) for held in self._held.values()))
 
     async def wait_for(self, kind: str, count: int, deadline_s: float) -> bool:
         """Wait until so many executors of a kind are there. False when the deadline came first.
@@ -95,43 +127,73 @@ class AgentPool:
             return False
         return True
 
-    async def _welcome(self) -> None:
+    async def hold(self, agent: AgentUp, ttl_s: float) -> str:
+        """Welcome the agent of a lease, worth ttl_s from each renewal. Returns why it is over; its executors have left then.
+
+        However this ends, nobody renews the lease any more; it is the caller's to release.
+        """
+        held = await self._welcome(agent, ttl_s)
+        try:
+            return await held.over
+        finally:
+            if self._held.get(agent.agent_id) is held:
+                del self._held[agent.agent_id]
+            await held.close()
+            self._all_leave(agent, "the lease was given back")
+
+    async def _welcome_all(self) -> None:
         while True:
-            agent = await self._arrivals.get()
-            await self._replace(agent)
-            for info in agent.executors:
-                self._join(self._clients[agent.agent_id], info)
-            self._joined.set()
+            await self._welcome(await self._arrivals.get(), self._config.lease_ttl_s)
+
+    async def _welcome(self, agent: AgentUp, ttl_s: float) -> _Held:
+        """A client and a renewal task for this agent, instead of those of an earlier life of it; its executors join."""
+        if (old := self._held.pop(agent.agent_id, None)) is not None:
+            await old.close()
+        held = self._held[agent.agent_id] = _Held(AgentClient(agent, agent.token or self._token), ttl_s)
+        held.renewing = self._background.spawn(self._renew(held), f"renewing the lease of {agent.agent_id}")
+        for info in agent.executors:
+            self._join(held.client, info)
+        self._joined.set()
+        return held
 
     def _join(self, client: AgentClient, info: ExecutorInfo) -> None:
         executor = Executor(info.executor_id, info.kind, client, info.relay)
         self._fleet.join(executor, info.max_concurrency)
         self._on_join(executor)
 
-    async def _replace(self, agent: AgentUp) -> None:
-        """A client and a renewal task for this agent, instead of those of an earlier life of it."""
-        if (old := self._tasks.pop(agent.agent_id, None)) is not None:
-            old.cancel()
-            await asyncio.gather(old, return_exceptions=True)
-            await self._clients[agent.agent_id].close()
-        self._clients[agent.agent_id] = AgentClient(agent, agent.token or self._token)
-        self._tasks[agent.agent_id] = self._background.spawn(
-            self._renew(self._clients[agent.agent_id]), f"renewing the lease of {agent.agent_id}"
-        )
+    async def _renew(self, held: _Held) -> None:
+        reason = await self._until_over(held.client, held.ttl_s)
+        agent = held.client.agent
+        self._all_leave(agent, reason)
+        for relay in {info.relay for info in agent.executors if info.kind == REJOINING and info.relay}:
+            self._on_lost(relay)
+        if not held.over.done():
+            held.over.set_result(reason)
 
-    async def _renew(self, client: AgentClient) -> None:
+    async def _until_over(self, client: AgentClient, ttl_s: float) -> str:
+        """Renews until the lease is over; why it is."""
         heard_s, absences = time.monotonic(), Absences(self._rejoin_s)
-        deadline_s = min(self._config.lease_ttl_s, max(self._config.heartbeat_s, RENEWAL_DEADLINE_S))
-        while time.monotonic() - heard_s < self._config.lease_ttl_s:
-            with contextlib.suppress(ExecutorError):
-                status = await client.renew(self._config.lease_ttl_s, deadline_s)
+        heartbeat_s = min(self._config.heartbeat_s, ttl_s / RENEWALS_PER_TTL)
+        deadline_s = min(ttl_s, max(heartbeat_s, RENEWAL_DEADLINE_S))
+        while time.monotonic() - heard_s < ttl_s:
+            try:
+                status = await client.renew(ttl_s, deadline_s)
+            except ExecutorError as error:
+                if error.is_over:
+                    return error.reason
+            else:
                 heard_s = time.monotonic()
                 self._on_status(status)
                 self._drop_missing(client, status)
                 self._rejoin(client, status, absences)
-            await asyncio.sleep(self._config.heartbeat_s)
-        for info in client.executors:
-            self._fleet.leave(info.executor_id, f"{client.agent.agent_id} is silent")
+                if self._is_of_no_use(client, absences):
+                    return f"{client.agent.agent_id} is of no use: its executors were taken out again and again"
+            await asyncio.sleep(heartbeat_s)
+        return f"{client.agent.agent_id} is silent"
+
+    def _all_leave(self, agent: AgentUp, reason: str) -> None:
+        for info in agent.executors:
+            self._fleet.leave(info.executor_id, reason)
 
     def _drop_missing(self, client: AgentClient, status: AgentStatus) -> None:
         for info in client.executors:
@@ -145,7 +207,16 @@ class AgentPool:
             if is_out and info.kind == REJOINING and absences.is_due(info.executor_id, time.monotonic()):
                 self._join(client, info)
 
-    async def _dismiss(self, client: AgentClient) -> None:
+    def _is_of_no_use(self, client: AgentClient, absences: Absences) -> bool:
+        """All that it offers is out for good."""
+        there = self._fleet.executors
+        out = [info for info in client.executors if info.executor_id not in there and absences.is_final(info.executor_id)]
+        return bool(out) and len(out) == len(client.executors)
+
+    async def _dismiss(self, held: _Held) -> None:
+        if held.renewing is not None:
+            held.renewing.cancel()
+            await asyncio.gather(held.renewing, return_exceptions=True)
         with contextlib.suppress(ExecutorError):
-            await client.stop(STOP_DEADLINE_S)
-        await client.close()
+            await held.client.stop(STOP_DEADLINE_S)
+        await held.client.close()

@@ -1,15 +1,16 @@
-"""The controller's control API: workers poll and reply, agents register, anyone with the token reads the status.
+"""The controller's control API: workers poll and reply, agents register, anyone with the run's token reads the status.
 
-POST /v1/workers/ID/hello              WorkerUp
-GET  /v1/workers/ID/next?wait_s=2      Command, or 204
-POST /v1/workers/ID/replies/CALL       Reply
-POST /v1/agents                        AgentUp
-GET  /v1/status                        JSON: phase, step, …
+POST /v1/workers/ID/hello              WorkerUp             the run's token, or the one that worker ID was issued
+GET  /v1/workers/ID/next?wait_s=2      Command, or 204      "
+POST /v1/workers/ID/replies/CALL       Reply                "; a failure outside any call (CALL < 0), which ends the run: the run's only
+POST /v1/agents                        AgentUp              the run's token
+GET  /v1/status                        JSON: phase, step, … "
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import math
 import re
 from collections.abc import Callable
@@ -17,19 +18,28 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
-from rose_hpc.http_api import Refused, authenticated_app, done, received, reply
-from rose_hpc.messages import MAX_BODY_BYTES, AgentUp, ExecutorInfo, Reply, WorkerUp
+from rose_hpc.http_api import Refused, done, received, refusals, reply
+from rose_hpc.messages import MAX_BODY_BYTES, TOKEN_HEADER, AgentUp, ExecutorInfo, Reply, WorkerUp
+from rose_hpc.rollout.relay_tokens import RelayTokens
 from rose_hpc.rollout.scheduler import KINDS
 from rose_hpc.rollout.workers import WorkerPool
 
 LONGEST_POLL_S = 30.0
 _WORKER_ID = re.compile(r"[a-z]+-\d{1,9}")
+BEARER = "Bearer "
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # of agents and executors: it goes into URLs and 64-byte columns
 
 
-def control_app(token: str, workers: WorkerPool, agents: asyncio.Queue[AgentUp], status: Callable[[], dict[str, Any]]) -> web.Application:
-    """The application; greetings of agents go into the queue."""
+def control_app(
+    token: str,
+    workers: WorkerPool,
+    agents: asyncio.Queue[AgentUp],
+    status: Callable[[], dict[str, Any]],
+    relay_tokens: RelayTokens | None = None,
+) -> web.Application:
+    """The application; greetings of agents go into the queue. token: the run's own; relay_tokens: of relays on other owners' nodes."""
 
     async def hello(request: web.Request) -> web.Response:
         workers.greet(_worker_id(request), await received(request, WorkerUp))
@@ -56,7 +66,7 @@ def control_app(token: str, workers: WorkerPool, agents: asyncio.Queue[AgentUp],
     async def show(request: web.Request) -> web.Response:
         return web.json_response(status())
 
-    app = authenticated_app(token, MAX_BODY_BYTES)
+    app = web.Application(middlewares=[refusals, _door(token, relay_tokens or RelayTokens())], client_max_size=MAX_BODY_BYTES)
     app.add_routes(
         [
             web.post("/v1/workers/{id}/hello", hello),
@@ -67,6 +77,26 @@ def control_app(token: str, workers: WorkerPool, agents: asyncio.Queue[AgentUp],
         ]
     )
     return app
+
+
+def _door(token: str, relay_tokens: RelayTokens) -> Middleware:
+    wanted = f"{BEARER}{token}".encode()
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get(TOKEN_HEADER, "")
+        if hmac.compare_digest(given.encode("utf-8", "surrogateescape"), wanted):
+            return await handler(request)
+        owner = relay_tokens.owner_of(given[len(BEARER) :]) if given.startswith(BEARER) else None
+        if owner is None:
+            raise Refused(401, "bearer token missing or wrong")
+        if request.match_info.get("id") != owner:
+            raise Refused(403, "this token opens another worker's routes only", got=request.path[:80], expected=f"/v1/workers/{owner}/…")
+        if request.match_info.get("call", "").startswith("-"):
+            raise Refused(403, "only the run's own workers may end it")
+        return await handler(request)
+
+    return check
 
 
 def _worker_id(request: web.Request) -> str:

@@ -1,7 +1,8 @@
 """The controller's client of one agent: generate, update, renew the lease, stop. Token ids in, token ids out.
 
-One pooled aiohttp session per agent. A refused or failed request, or an answer that is no message, raises ExecutorError;
-what to do about it is decided by the caller (step_run.py retries turns, versions.py fails the sync).
+An agent of the run's own, opened by the run's token, and one that lends, opened by the token of a lease, have the same routes. One
+pooled aiohttp session per agent. A refused or failed request, or an answer that is no message, raises ExecutorError; what to do about
+it is decided by the caller (step_run.py retries turns, versions.py fails the sync).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import msgspec
 
 from rose_hpc.errors import ControlError, RoseError
 from rose_hpc.messages import (
+    OVER_HEADER,
     TOKEN_HEADER,
     AgentStatus,
     AgentUp,
@@ -30,6 +32,8 @@ from rose_hpc.messages import (
 T = TypeVar("T")
 
 REQUEST_FAULTS = frozenset({400, 413})  # statuses that speak against the request: no executor can run it
+GONE = 410
+OVER = frozenset({401, GONE})  # statuses of an agent whose lease is over, or that was started again and knows us no more
 
 
 class ExecutorError(RoseError):
@@ -43,6 +47,16 @@ class ExecutorError(RoseError):
     def is_request_fault(self) -> bool:
         """The request cannot be run, here or elsewhere; the executor is not to blame."""
         return self.status in REQUEST_FAULTS
+
+    @property
+    def is_over(self) -> bool:
+        """The agent has nothing for us any more: its lease is over."""
+        return self.status in OVER
+
+    @property
+    def reason(self) -> str:
+        """What the agent said, or what befell the request, on one line."""
+        return str(self.got).splitlines()[0].removeprefix(f"{self.status}: ") if self.got else self.what
 
 
 class AgentClient:
@@ -59,8 +73,13 @@ class AgentClient:
         return self.agent.executors
 
     async def generate(self, executor_id: str, request: GenerateRequest, deadline_s: float) -> GenerateResult:
-        """Sample one turn. Raises ExecutorError."""
-        return await self._post(f"/v1/executors/{executor_id}/generate", request, GenerateResult, deadline_s)
+        """Sample one turn. Raises ExecutorError, also for a turn that the end of a lease cut short."""
+        path = f"/v1/executors/{executor_id}/generate"
+        response, body = await self._exchange(path, request, deadline_s)
+        result = self._decoded(path, body, GenerateResult, response.status)
+        if result.finish_reason == "abort" and (reason := response.headers.get(OVER_HEADER)) is not None:
+            raise ExecutorError(f"{self.agent.agent_id}{path}: the lease is over", status=GONE, got=f"the lease is over: {reason}")
+        return result
 
     async def update(self, executor_id: str, request: UpdateRequest, deadline_s: float) -> UpdateResult:
         """Have the executor apply a version from its arena. Raises ExecutorError."""
@@ -72,12 +91,17 @@ class AgentClient:
 
     async def stop(self, deadline_s: float) -> None:
         """Ask the agent to finish. Raises ExecutorError."""
-        await self._post("/v1/stop", LeaseRenewal(0.0), None, deadline_s)
+        await self._exchange("/v1/stop", LeaseRenewal(0.0), deadline_s)
 
     async def close(self) -> None:
         await self._session.close()
 
-    async def _post(self, path: str, message: msgspec.Struct, kind: type[T] | None, deadline_s: float) -> T:
+    async def _post(self, path: str, message: msgspec.Struct, kind: type[T], deadline_s: float) -> T:
+        response, body = await self._exchange(path, message, deadline_s)
+        return self._decoded(path, body, kind, response.status)
+
+    async def _exchange(self, path: str, message: msgspec.Struct, deadline_s: float) -> tuple[aiohttp.ClientResponse, bytes]:
+        """The response, and its body. Raises ExecutorError: none came, or it is a refusal."""
         try:
             async with self._session.post(path, data=encode(message), timeout=aiohttp.ClientTimeout(total=deadline_s)) as response:
                 body = await response.read()
@@ -87,14 +111,14 @@ class AgentClient:
             ) from error
         if response.status >= 400:
             raise ExecutorError(f"{self.agent.agent_id}{path} refused", status=response.status, got=f"{response.status}: {_reason(body)}")
+        return response, body
+
+    def _decoded(self, path: str, body: bytes, kind: type[T], status: int) -> T:
         try:
-            return decode(body, kind) if kind is not None else None  # type: ignore[return-value]
+            return decode(body, kind)
         except ControlError as error:
             raise ExecutorError(
-                f"{self.agent.agent_id}{path}: an answer that cannot be read",
-                status=response.status,
-                got=error.got,
-                expected=error.expected,
+                f"{self.agent.agent_id}{path}: an answer that cannot be read", status=status, got=error.got, expected=error.expected
             ) from error
 
 

@@ -1,7 +1,9 @@
-"""Collects the trajectories of one step after the other: holds what outlives a step (environments, format, fleet).
+"""Plays groups of trajectories: brings together what that needs (environments, format, executors). Which ones is decided by sampler.py.
 
-collector = Collector(fleet, TurnForm(tokenizer, sampling, max_model_len, deadline_s), env_config, group_size)
-batch = await collector.collect(step, seeds)
+collector = Collector(fleet, TurnForm(tokenizer, sampling, max_model_len, deadline_s), env_config)
+collector.start(groups)
+group = await collector.ended()                 # as often as groups were started
+await collector.close()
 """
 
 from __future__ import annotations
@@ -10,27 +12,43 @@ from collections.abc import Sequence
 
 from rose_hpc.config import EnvConfig, SamplingConfig
 from rose_hpc.messages import GenerateRequest
+from rose_hpc.rollout.chat import ChatTemplate
 from rose_hpc.rollout.envs.base import Env
-from rose_hpc.rollout.envs.registry import make_env
+from rose_hpc.rollout.envs.registry import Environments
 from rose_hpc.rollout.fleet import Fleet
-from rose_hpc.rollout.step_run import RolloutBatch, StepRun, TurnFormat
+from rose_hpc.rollout.groups import Group
+from rose_hpc.rollout.step_run import TurnFormat, Turns
 from rose_hpc.rollout.tokenizer import TurnTokenizer
 from rose_hpc.rollout.trajectories import Trajectory
 
 
 class TurnForm:
-    """The policy's way of taking a turn: the whole history as the prompt, a few tokens, ended by the end-of-turn token."""
+    """The policy's way of taking a turn: the whole history as the prompt, a few tokens, ended by the end-of-turn token.
 
-    def __init__(self, tokenizer: TurnTokenizer, sampling: SamplingConfig, max_model_len: int, deadline_s: float) -> None:
+    chat: what a chat model wants to read around an observation; None: nothing.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TurnTokenizer,
+        sampling: SamplingConfig,
+        max_model_len: int,
+        deadline_s: float,
+        chat: ChatTemplate | None = None,
+    ) -> None:
         self._tokenizer, self._sampling, self._max_model_len = tokenizer, sampling, max_model_len
-        self._deadline_s = deadline_s
+        self._deadline_s, self._chat = deadline_s, chat
 
     @property
     def deadline_s(self) -> float:
         return self._deadline_s
 
-    def encode(self, observation: str) -> list[int]:
-        return self._tokenizer.encode(observation)
+    def first(self, observation: str) -> list[int]:
+        return self._tokenizer.encode(observation if self._chat is None else self._chat.first(observation))
+
+    def later(self, trajectory: Trajectory, observation: str) -> list[int]:
+        ended = trajectory.token_ids[-1] == self._tokenizer.eos_token_id
+        return self._tokenizer.encode(observation if self._chat is None else self._chat.later(observation, ended))
 
     def action(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.action(token_ids)
@@ -50,22 +68,29 @@ class TurnForm:
 
 
 class Collector:
-    """One per run; one `collect` at a time."""
+    """One per run. Groups are started when the caller wants, and given back when they are over."""
 
-    def __init__(self, fleet: Fleet, form: TurnFormat, env_config: EnvConfig, group_size: int) -> None:
-        self._fleet, self._form, self._env_config, self._group_size = fleet, form, env_config, group_size
-        self._envs: list[Env] = []
+    def __init__(self, fleet: Fleet, form: TurnFormat, env_config: EnvConfig) -> None:
+        self._environments = Environments(env_config)
+        self._free: list[Env] = []
+        self._turns = Turns(fleet, form, self._take, self._free.append)
 
-    async def collect(self, step: int, seeds: Sequence[int]) -> RolloutBatch:
-        """Sample seeds × group_size trajectories; seeds: one environment seed per group. Raises RunFailed: no executor is left."""
-        while len(self._envs) < len(seeds) * self._group_size:
-            self._envs.append(make_env(self._env_config))
-        step_run = StepRun(self._fleet, self._form, self._envs, step, seeds, self._group_size)
-        try:
-            return await step_run.finish()
-        finally:
-            step_run.cancel()
+    def _take(self) -> Env:
+        return self._free.pop() if self._free else self._environments.new()
+
+    def start(self, groups: Sequence[Group]) -> None:
+        """Play these groups; those of their trajectories that have ended stay as they are."""
+        self._turns.start(groups)
+
+    async def ended(self) -> Group:
+        """The next group that is over. Raises RunFailed: no executor is left."""
+        return await self._turns.ended()
+
+    def ended_already(self) -> list[Group]:
+        """All groups that are over and were not given yet. Raises what `ended` raises."""
+        return self._turns.ended_already()
 
     async def close(self) -> None:
-        for env in self._envs:
-            await env.close()
+        """Give up what is still played, and end the environments."""
+        self._turns.cancel()
+        await self._environments.close()

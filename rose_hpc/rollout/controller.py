@@ -1,47 +1,48 @@
-"""The controller process: assembles one run from its parts and runs the loop. One per run.
-
-    python -m rose_hpc.rollout.controller SPEC.json
+"""The controller: assembles one run from its parts and runs the loop. One per run; its process is launch/controller_process.py.
 
     start metrics writer → listen → wait for trainers, relays, agents → loop → stop everybody → exit
 
-Exit status: 0 finished, 2 where the user can put it right, 1 otherwise. It starts no process but the metrics writer; the
-launcher owns the others. It renews the agents' leases while it lives, and only then: when it dies, agents give everything back.
+It starts no process but the metrics writer; the launcher owns the others. It renews the agents' leases while it lives, and only then:
+when it dies, agents give everything back. Who borrows from other owners' agents (`Borrow`) works beside the loop, from start to stop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import signal
-import sys
 import time
-import traceback
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import structs
 
-from rose_hpc.config import RunConfig, Section, read_spec
+from rose_hpc.config import RunConfig, Section
 from rose_hpc.control import publish_address, read_token
-from rose_hpc.errors import RoseError, RunFailed
+from rose_hpc.errors import RunFailed
 from rose_hpc.http_api import base_url, serving, tcp_site
-from rose_hpc.lifeline import die_with_parent, report_failure
 from rose_hpc.messages import AgentStatus, AgentUp, WorkerUp
 from rose_hpc.metrics.writer import MetricsClient
 from rose_hpc.rollout.agents import AgentPool
 from rose_hpc.rollout.api import control_app
 from rose_hpc.rollout.background import Background, uninterrupted
+from rose_hpc.rollout.borrowed import BorrowedExecutors
+from rose_hpc.rollout.chat import read_chat_template
 from rose_hpc.rollout.collector import Collector, TurnForm
 from rose_hpc.rollout.delivery import Delivery
 from rose_hpc.rollout.distribution import Distribution
 from rose_hpc.rollout.fleet import Fleet
 from rose_hpc.rollout.known_arenas import Place
+from rose_hpc.rollout.relay_tokens import RelayTokens
 from rose_hpc.rollout.run_loop import LoopParts, Progress, RunLoop, check_record
+from rose_hpc.rollout.saved_rollouts import RolloutFiles
 from rose_hpc.rollout.scheduler import RolloutScheduler
 from rose_hpc.rollout.tokenizer import TurnTokenizer
 from rose_hpc.rollout.versions import VersionSync
 from rose_hpc.rollout.workers import WorkerPool
 
 STOP_DEADLINE_S = 5.0
+
+Borrow = Callable[[BorrowedExecutors, str], Coroutine[Any, Any, None]]  # str: base URL of the control API; for ever
 
 
 class RelayPlace(Section):
@@ -73,10 +74,11 @@ class ControllerSpec(Section):
 class Controller:
     """Everything that lives as long as the run. Use `run()` once."""
 
-    def __init__(self, spec: ControllerSpec) -> None:
-        self._spec, self._config = spec, spec.config
+    def __init__(self, spec: ControllerSpec, borrow: Borrow | None = None) -> None:
+        self._spec, self._config, self._borrow = spec, spec.config, borrow
+        self._relay_tokens = RelayTokens()
         self._workers, self._progress, self._background = WorkerPool(), Progress(), Background()
-        self._fleet = Fleet(RolloutScheduler(), self._event)
+        self._fleet = Fleet(RolloutScheduler(spec.config.rollout.policy), self._event)
         self._arrivals: asyncio.Queue[AgentUp] = asyncio.Queue()
         self._metrics = MetricsClient(spec.run_dir, spec.attempt)
         self._trainers = [f"trainer-{r}" for r in range(self._config.train.ranks)]
@@ -85,13 +87,13 @@ class Controller:
     async def run(self) -> None:
         """From start to stop. Raises RoseError."""
         token = read_token(self._spec.control_dir)
-        app = control_app(token, self._workers, self._arrivals, lambda: vars(self._progress))
+        app = control_app(token, self._workers, self._arrivals, lambda: vars(self._progress), self._relay_tokens)
         async with serving(app, tcp_site(self._config.control.host, self._config.control.port)) as runner:
             self._metrics.start(self._spec.started_s)
             self._event("run_started", self._spec.run_dir.name, f"attempt {self._spec.attempt}")
             try:
                 publish_address(self._spec.control_dir, base_url(runner))
-                await self._train(token)
+                await self._train(token, base_url(runner))
                 self._event("run_finished", self._spec.run_dir.name, "")
             except BaseException as error:
                 self._event("run_failed", type(error).__name__, str(error))
@@ -107,13 +109,21 @@ class Controller:
         await self._workers.drained(STOP_DEADLINE_S)
         await asyncio.to_thread(self._metrics.close)
 
-    async def _train(self, token: str) -> None:
-        loop, delivery = self._loop_and_delivery()
-        agents = AgentPool(self._fleet, self._arrivals, token, self._config.control, self._background, delivery.joined, self._note_status)
+    async def _train(self, token: str, url: str) -> None:
+        sync = self._version_sync()
+        delivery = Delivery(self._fleet, sync, self._background)
+        loop = self._loop(TurnTokenizer(self._spec.model_dir), delivery)
+        control, on_lost = self._config.control, sync.distribution.lost
+        agents = AgentPool(self._fleet, self._arrivals, token, control, self._background, delivery.joined, self._note_status, on_lost)
         async with agents:
+            borrowed = BorrowedExecutors(agents, delivery, self._relay_tokens, len(self._places), self._event)
+            borrowing = [] if self._borrow is None else [self._background.spawn(self._borrow(borrowed, url), "borrowing")]
             try:
                 await self._background.beside(self._gather_and_loop(agents, loop))
             finally:
+                for task in borrowing:
+                    task.cancel()
+                await asyncio.gather(*borrowing, return_exceptions=True)
                 await delivery.close()
 
     async def _gather_and_loop(self, agents: AgentPool, loop: RunLoop) -> None:
@@ -150,15 +160,13 @@ class Controller:
         distribution = Distribution(self._workers, self._places, self._metrics, weights.deadline_s, weights.retained_versions)
         return VersionSync(self._workers, self._trainers, distribution, self._metrics, weights.deadline_s)
 
-    def _loop_and_delivery(self) -> tuple[RunLoop, Delivery]:
-        delivery = Delivery(self._fleet, self._version_sync(), self._background)
-        return self._loop(TurnTokenizer(self._spec.model_dir), delivery), delivery
-
     def _loop(self, tokenizer: TurnTokenizer, delivery: Delivery) -> RunLoop:
         c, engine = self._config, self._config.rollout.engine
-        form = TurnForm(tokenizer, c.sampling, engine.max_model_len, engine.request_deadline_s)
-        collector = Collector(self._fleet, form, c.env, c.sampling.group_size)
-        parts = LoopParts(self._workers, self._trainers, collector, delivery.deliver, self._metrics, self._progress)
+        chat = read_chat_template(self._spec.model_dir, tokenizer.eos_text, c.model.chat_options)
+        form = TurnForm(tokenizer, c.sampling, engine.max_model_len, engine.request_deadline_s, chat)
+        collector = Collector(self._fleet, form, c.env)
+        rollouts = RolloutFiles(self._spec.run_dir / "rollouts", c.train.checkpoints_kept + 1)
+        parts = LoopParts(self._workers, self._trainers, collector, delivery.deliver, self._metrics, self._progress, rollouts)
         return RunLoop(parts, c.seed, c.steps, c.sampling, c.train)
 
     def _note_status(self, status: AgentStatus) -> None:
@@ -167,29 +175,3 @@ class Controller:
 
     def _event(self, kind: str, subject: str, detail: str) -> None:
         self._metrics.record("events", time_s=time.time(), kind=kind, subject=subject, detail=detail)
-
-
-async def _run_until_signalled(spec: ControllerSpec) -> None:
-    task = asyncio.ensure_future(Controller(spec).run())
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-    await task
-
-
-def main(spec_file: str) -> int:
-    """Process entry."""
-    die_with_parent()
-    try:
-        asyncio.run(_run_until_signalled(read_spec(Path(spec_file), ControllerSpec)))
-    except asyncio.CancelledError:
-        return 128 + signal.SIGTERM
-    except RoseError as error:
-        return report_failure(error)
-    except Exception as error:
-        traceback.print_exc()
-        return report_failure(RunFailed("the controller failed", got=f"{type(error).__name__}: {error}"))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
+from rose_hpc.control import POLL_S
 from rose_hpc.errors import DigestMismatch, TransferTimeout
 from rose_hpc.messages import FetchVersion, RelayMember, VersionFetched, WorkerUp
 from rose_hpc.metrics.writer import MetricsClient
@@ -38,6 +39,7 @@ from rose_hpc.weights.transport.framing import key_for
 from rose_hpc.weights.tree import Member, plan_trees, rounded
 
 RETRY_S = 0.2
+SILENT_S = 3 * POLL_S  # a relay asks for work every POLL_S, also while it fetches
 MISMATCHES = 2  # of one sink in one version before it is given up: a delta, then the keyframe that should have healed it
 BAD_BUCKETS = 2  # faults of one sink in one version, no peer being lost, before a keyframe is tried
 
@@ -84,6 +86,19 @@ class Distribution:
     def holds(self, sink: str) -> int:
         """The verified version in a sink's arena; −1 for none, while it is doubted, or while its relay has not said hello."""
         return self._arenas.holds(sink)
+
+    def expect(self, relay: str, place: Place) -> None:
+        """A relay that may join in the middle of a run, and feeds opportunistic executors: nobody waits for it."""
+        self._arenas.expect(relay, place)
+
+    def forget(self, relay: str) -> None:
+        """Its lease is over: whoever waits for it hears so now, and nobody asks it again. No `bring` of it may be under way."""
+        self._workers.forget(relay)
+        self._arenas.forget(relay)
+
+    def lost(self, relay: str) -> None:
+        """Its agent is gone: so is the relay, unless it has been heard of lately, because its node has started again meanwhile."""
+        self._workers.forget(relay, SILENT_S)
 
     def doubt(self, sink: str, why: str) -> None:
         """Somebody found other bits in a sink's arena than the trainer's: the next `bring` looks at all of them, and heals them."""

@@ -82,6 +82,11 @@ class Fleet:
         if self.listener is not None:
             self.listener.turns_displaced(displaced, f"{executor_id} left: {reason}")
 
+    def over(self, executor: Executor, reason: str) -> None:
+        """The executor has said itself that it is gone; nothing where another one has its id meanwhile."""
+        if self._executors.get(executor.executor_id) is executor:
+            self.leave(executor.executor_id, reason)
+
     def turn_ended(self, executor_id: str) -> None:
         """A turn came back: the executor works."""
         self._failed_for[executor_id] = set()

@@ -22,10 +22,10 @@ class Place:
 
 
 class KnownArenas:
-    """places: relay → where it stands. What was noted of a relay counts until it says hello again."""
+    """places: relay → where it stands; relays of leases come and go. What was noted of a relay counts until it says hello again."""
 
     def __init__(self, workers: WorkerPool, places: Mapping[str, Place]) -> None:
-        self.places = places
+        self.places = dict(places)
         self._workers = workers
         self._held: dict[str, tuple[WorkerUp, int]] = {}
         self._suspect: dict[str, WorkerUp] = {}
@@ -57,6 +57,18 @@ class KnownArenas:
         if not oldest < stage.version <= held:
             return False
         return versions[stage.version].base == stage.base and versions.leads(stage.version, held)
+
+    # ── relays that come and go ──
+
+    def expect(self, relay: str, place: Place) -> None:
+        """A relay that will say hello, or not."""
+        self.places[relay] = place
+
+    def forget(self, relay: str) -> None:
+        """It will not come back: nothing is known of it any more."""
+        for known in (self.places, self._held, self._suspect, self._keyframed, self._greeted):
+            known.pop(relay, None)
+        self._doubted.discard(relay)
 
     # ── what is learnt ──
 

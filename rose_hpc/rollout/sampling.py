@@ -1,4 +1,4 @@
-"""What the trainer is given of a step's trajectories: GRPO's group-relative advantages. Pure.
+"""What the trainer is given of a step's groups: group-relative advantages of rewards that may be shaped by length. Pure.
 
 GRPO (Shao et al., DeepSeekMath, arXiv 2402.03300, § 4.1) samples a group of trajectories from one prompt and takes the group as
 its own baseline: A = (r − mean(r)) / std(r). No value network; every sampled token of a trajectory has the trajectory's advantage.
@@ -6,21 +6,23 @@ its own baseline: A = (r − mean(r)) / std(r). No value network; every sampled 
 Invariants, asserted by the tests:
 - a group whose rewards are all equal has advantages of exactly 0;
 - a failed trajectory has no row and no part in its group's mean;
+- a trajectory whose oldest token is too old has no row, but a part in its group's mean: its reward is as good as the others';
 - rows keep the order of the trajectories they come from.
 
-It deliberately does not filter groups without a signal (that changes the batch that the trainer averages over): it only counts them.
+Which groups are trained on is decided in intake.py.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from rose_hpc.config import SamplingConfig
 from rose_hpc.errors import RoseError
 from rose_hpc.messages import Row
+from rose_hpc.rollout.groups import Group, oldest_version
 from rose_hpc.rollout.trajectories import State, Trajectory
 
 STD_EPSILON = 1e-4  # keeps a group of nearly equal rewards from being blown up; the paper divides by std alone
@@ -47,53 +49,67 @@ def group_advantages(rewards: ArrayLike) -> NDArray[np.float64]:
     return np.where(np.ptp(r, axis=1, keepdims=True) == 0, 0.0, advantages)
 
 
-def dead_groups_frac(rewards: Sequence[ArrayLike] | NDArray[np.float64]) -> float:
-    """Fraction of groups without a signal: all rewards equal, or fewer than two. 0 for no groups.
+def overlong_penalty(sampled_tokens: int, limit_tokens: int, cache_tokens: int) -> float:
+    """Soft overlong punishment, added to a trajectory's reward (DAPO, arXiv 2503.14476, § 3.4, eq. 13).
 
-    rewards: one row per group, [groups, size] or ragged, as `group_rewards` gives them.
+    0 up to limit − cache sampled tokens, then falling linearly to −1 at the limit, and −1 beyond it.
     """
-    return sum(map(_is_dead, rewards)) / len(rewards) if len(rewards) > 0 else 0.0
+    if sampled_tokens > limit_tokens:
+        return -1.0
+    over = sampled_tokens - (limit_tokens - cache_tokens)
+    return -over / cache_tokens if over > 0 else 0.0
 
 
-def is_zero_signal(rewards: Sequence[ArrayLike] | NDArray[np.float64]) -> bool:
-    """Whether every group is dead (also when there is none): all advantages are 0, and a step on them would learn nothing."""
-    return all(map(_is_dead, rewards))
+def shaped_reward(trajectory: Trajectory, config: SamplingConfig) -> float:
+    """The environment's reward, less the punishment for length where one is configured. Raises SamplingError: it has none yet."""
+    reward = _reward(trajectory)
+    if config.overlong_limit_tokens is None:
+        return reward
+    return reward + overlong_penalty(trajectory.sampled_tokens, config.overlong_limit_tokens, config.overlong_cache_tokens)
 
 
-def _is_dead(rewards: ArrayLike) -> bool:
-    r = np.asarray(rewards, np.float64)
-    return r.size < 2 or bool(np.ptp(r) == 0)
+def task_rewards(group: Group) -> NDArray[np.float64]:
+    """The environment's rewards of the trajectories that are done. Raises SamplingError when one has not ended."""
+    return np.array([_reward(t) for t in group.trajectories if t.state is not State.FAILED], np.float64)
 
 
-def group_rewards(trajectories: Iterable[Trajectory]) -> list[NDArray[np.float64]]:
-    """Rewards of the trajectories that are done, one array per group that any trajectory names, by group number.
+def has_variance(group: Group) -> bool:
+    """Whether two of its task rewards differ: else it teaches nothing, and DAPO drops it (§ 3.2).
 
-    A group of which all failed is an empty array. Raises SamplingError when a trajectory has not ended.
+    Of the task's rewards, not of shaped ones: a group that always fails must not be kept for its lengths (verl's metric `acc`).
     """
-    groups: dict[int, list[float]] = defaultdict(list)
-    for trajectory in trajectories:
-        group = groups[trajectory.group]
-        if trajectory.state is not State.FAILED:
-            group.append(_reward(trajectory))
-    return [np.array(groups[g], np.float64) for g in sorted(groups)]
+    rewards = task_rewards(group)
+    return rewards.size >= 2 and bool(np.ptp(rewards) > 0)
 
 
-def training_rows(trajectories: Iterable[Trajectory]) -> list[Row]:
-    """One row per trajectory that is done, in the given order, with its advantage within its group.
+def dead_groups_frac(groups: Sequence[Group]) -> float:
+    """Fraction of groups without variance. 0 for no groups."""
+    return sum(not has_variance(group) for group in groups) / len(groups) if groups else 0.0
 
-    Failed trajectories are left out of the rows and of the mean and std; the sole survivor of a group has advantage 0.
-    Raises SamplingError when a trajectory has not ended.
+
+def training_rows(groups: Iterable[Group], config: SamplingConfig, oldest_allowed: int = 0) -> list[Row]:
+    """One row per trajectory that is done and of which every token is of version `oldest_allowed` or later, in the given order.
+
+    The advantage is that of the shaped reward within the group. Failed trajectories are left out of the rows and of the mean and std;
+    the sole survivor of a group has advantage 0. Raises SamplingError when a trajectory has not ended.
     """
-    ended = list(trajectories)
-    groups: dict[int, list[Trajectory]] = defaultdict(list)
-    for trajectory in ended:
-        if trajectory.state is not State.FAILED:
-            groups[trajectory.group].append(trajectory)
-    advantage_of: dict[Trajectory, float] = {}
-    for members in groups.values():
-        advantages = group_advantages([[_reward(t) for t in members]])[0]
-        advantage_of.update(zip(members, advantages.tolist(), strict=True))
-    return [_row(t, advantage_of[t]) for t in ended if t in advantage_of]
+    return [row for group in groups for row in _rows_of(group, config, oldest_allowed)]
+
+
+def is_zero_signal(rows: Iterable[Row]) -> bool:
+    """Whether all advantages are 0 (also when there is no row): a step on them would learn nothing."""
+    return all(row.advantage == 0 for row in rows)
+
+
+def _rows_of(group: Group, config: SamplingConfig, oldest_allowed: int) -> list[Row]:
+    ended = [t for t in group.trajectories if t.state is not State.FAILED]
+    advantages = group_advantages([[shaped_reward(t, config) for t in ended]])[0]
+    return [_row(t, a) for t, a in zip(ended, advantages.tolist(), strict=True) if _is_fresh(t, oldest_allowed)]
+
+
+def _is_fresh(trajectory: Trajectory, oldest_allowed: int) -> bool:
+    oldest = oldest_version(trajectory)
+    return oldest is not None and oldest >= oldest_allowed
 
 
 def _reward(trajectory: Trajectory) -> float:

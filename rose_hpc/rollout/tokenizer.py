@@ -27,7 +27,8 @@ class TurnTokenizer:
                 remedy="save it with a PreTrainedTokenizerFast",
             )
         self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
-        self.eos_token_id = self._end_of_turn(model_dir)
+        self.eos_text = _end_of_turn(model_dir)
+        self.eos_token_id = self._id_of(self.eos_text, model_dir)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of the text alone."""
@@ -38,11 +39,14 @@ class TurnTokenizer:
         ended = bool(token_ids) and token_ids[-1] == self.eos_token_id
         return str(self._tokenizer.decode(list(token_ids[:-1] if ended else token_ids), skip_special_tokens=False))
 
-    def _end_of_turn(self, model_dir: Path) -> int:
-        settings = json.loads((model_dir / "tokenizer_config.json").read_text())
-        token = settings.get("eos_token")
-        text = token["content"] if isinstance(token, dict) else token
-        number = self._tokenizer.token_to_id(text) if isinstance(text, str) else None
+    def _id_of(self, eos_text: str, model_dir: Path) -> int:
+        number = self._tokenizer.token_to_id(eos_text)
         if number is None:
-            raise ConfigError("the tokenizer names no end of turn", got=f"eos_token = {token!r} in {model_dir}/tokenizer_config.json")
+            raise ConfigError("the tokenizer names no end of turn", got=f"eos_token = {eos_text!r} in {model_dir}/tokenizer_config.json")
         return int(number)
+
+
+def _end_of_turn(model_dir: Path) -> str:
+    """The text of the token that ends a turn; "" where the folder names none."""
+    token = json.loads((model_dir / "tokenizer_config.json").read_text()).get("eos_token")
+    return str(token["content"] if isinstance(token, dict) else token or "")

@@ -60,8 +60,8 @@ class Trajectory:
     trajectory_id: unique in the run. group, index: which prompt, and which sample of it.
     token_ids, loss_mask, rollout_logprobs, policy_versions: [tokens]. Observed tokens have 0, 0.0 and −1; sampled tokens have 1, the
     engine's natural log probability and the version whose weights produced them.
-    turns: turns sampled. tries: lost tries of the turn that is next or in flight. turns_lost: lost tries of all turns; lost_because: why
-    the last one was. sampled_tokens: tokens with loss_mask 1.
+    turns: turns sampled. tries: lost tries of the turn that is next or in flight; faults: those of them that may be the turn's own fault.
+    turns_lost: lost tries of all turns; lost_because: why the last one was. sampled_tokens: tokens with loss_mask 1.
     executor_id: who samples the turn in flight. prefix_executor: who sampled the last turn and so may hold the prefix; advice, since
     executors leave and drop their caches.
     reward, success: set when done. failure: why it failed.
@@ -77,6 +77,7 @@ class Trajectory:
     policy_versions: list[int] = field(default_factory=list, init=False)
     turns: int = field(default=0, init=False)
     tries: int = field(default=0, init=False)
+    faults: int = field(default=0, init=False)
     turns_lost: int = field(default=0, init=False)
     sampled_tokens: int = field(default=0, init=False)
     executor_id: str | None = field(default=None, init=False)
@@ -122,16 +123,20 @@ class Trajectory:
         self.turns += 1
         self.sampled_tokens += len(token_ids)
         self.prefix_executor, self.executor_id = self.executor_id, None
-        self._request_id, self.tries = None, 0
+        self._request_id, self.tries, self.faults = None, 0, 0
         self.state = State.ENVIRONMENT
 
-    def turn_lost(self, reason: str) -> None:
-        """in_flight → waiting: executor gone, time-out or abort. All earlier tokens stay; the next try has a new request id."""
+    def turn_lost(self, reason: str, blamed: bool = True) -> None:
+        """in_flight → waiting: executor gone, time-out or abort. All earlier tokens stay; the next try has a new request id.
+
+        blamed: the turn may be why; an executor that took it away when it left says nothing about it.
+        """
         self._require("turn_lost", State.IN_FLIGHT)
         if self.prefix_executor == self.executor_id:
             self.prefix_executor = None  # it has just failed us; a retry there must not look cheap
         self.turns_lost += 1
         self.tries += 1
+        self.faults += blamed
         self.executor_id = self._request_id = None
         self.lost_because = reason
         self.state = State.WAITING

@@ -6,8 +6,8 @@
     arenas of opportunistic ones       `SinkFollower`, one per arena, at its own pace
     opportunistic executors            `Follower`, one per executor, at its own pace
 
-Training never waits for an opportunistic arena or executor; one that is late, or gone, receives no turns until it has applied what
-is required.
+Training never waits for an opportunistic arena or executor, and nothing that befalls one ends the run; one that is late, or gone, receives
+no turns until it has applied what is required.
 
 Each stage of a transfer gives a row of the table `syncs` per sink, which carries the bytes; each update gives a row per executor,
 which carries none: it had them from the arena.
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rose_hpc.errors import DigestMismatch, RoseError, RunFailed, TransferTimeout
+from rose_hpc.errors import DigestMismatch, RoseError
 from rose_hpc.messages import PublishVersion, UpdateRequest, UpdateResult, VersionWritten
 from rose_hpc.metrics.writer import MetricsClient
 from rose_hpc.rollout.background import Background
@@ -134,7 +134,7 @@ class VersionSync:
             changes=update.changed,
             digest=update.digest,
             proof=update.proof,
-            verified=int(update.digest == delivered.digest),
+            verified=int(update.digest == delivered.digest and update.proof != "none"),
         )
 
     def event(self, kind: str, subject: str, detail: str) -> None:
@@ -176,7 +176,7 @@ class SinkFollower:
                 continue
             try:
                 await self._sync.distribution.bring([self._relay], newest.version)
-            except (TransferTimeout, DigestMismatch, RunFailed) as error:
+            except RoseError as error:
                 self._sync.event("arena_late", self._relay, str(error))
                 await asyncio.sleep(SINK_RETRY_S)
                 continue
@@ -189,7 +189,7 @@ class Follower:
 
     idle ──deliver(v)──▶ applying v ──ok──▶ on_applied(v) ──▶ idle, or the latest delivered meanwhile
                                ├──superseded──▶ idle, or the latest delivered meanwhile
-                               └──ExecutorError, DigestMismatch──▶ on_lost(reason), ended
+                               └──RoseError──▶ on_lost(reason), ended
 
     Superseded: v failed, but a newer version waits; or the executor refused v (409) while a newer one is on its way, to which the
     arena may have given v's place.
@@ -207,6 +207,11 @@ class Follower:
         self._next: Delivered | None = None
         self._wake = asyncio.Event()
         self._task = background.spawn(self._follow(), f"bringing versions to {executor.executor_id}")
+
+    @property
+    def relay(self) -> str:
+        """Whose arena the executor loads from."""
+        return self._executor.relay
 
     def deliver(self, delivered: Delivered) -> None:
         """The latest version; one that had not been started is skipped."""
@@ -226,7 +231,7 @@ class Follower:
                 continue
             try:
                 await self._sync.apply(self._executor, delivered)
-            except (ExecutorError, DigestMismatch, TransferTimeout, RunFailed) as error:
+            except RoseError as error:
                 if self._is_superseded(delivered, error):
                     continue
                 self._on_lost(self._executor.executor_id, str(error))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
@@ -32,6 +33,7 @@ class _Worker:
         self.outstanding: Command | None = None
         self.answer: asyncio.Future[Reply] | None = None
         self.changed = asyncio.Event()
+        self.heard_s = time.monotonic()
 
 
 class WorkerPool:
@@ -47,8 +49,8 @@ class WorkerPool:
 
     def greet(self, worker_id: str, hello: WorkerUp) -> None:
         """A worker is up. Greeting again (its first greeting got no answer) takes nothing away: its command is still outstanding."""
-        if worker_id in self._workers:
-            self._workers[worker_id].hello = hello
+        if (known := self._workers.get(worker_id)) is not None:
+            known.hello, known.heard_s = hello, time.monotonic()
         else:
             self._workers[worker_id] = _Worker(hello)
         self._arrived.set()
@@ -56,6 +58,7 @@ class WorkerPool:
     async def next_command(self, worker_id: str, wait_s: float) -> Command | None:
         """The worker's outstanding command, waiting up to wait_s for one. KeyError: the worker has not greeted."""
         worker = self._workers[worker_id]
+        worker.heard_s = time.monotonic()
         if worker.outstanding is None:
             worker.changed.clear()
             try:
@@ -105,15 +108,27 @@ class WorkerPool:
         worker = self._workers.get(worker_id)
         return None if worker is None else worker.hello
 
+    def forget(self, worker_id: str, silent_s: float = 0.0) -> None:
+        """The worker is gone for good, unless it has been heard within silent_s: whoever waits for its answer gets NoReply now."""
+        worker = self._workers.get(worker_id)
+        if worker is None or time.monotonic() - worker.heard_s < silent_s:
+            return
+        del self._workers[worker_id]
+        if worker.answer is not None and not worker.answer.done():
+            worker.answer.set_exception(NoReply(f"{worker_id} is gone"))
+            worker.answer.exception()  # retrieved: its caller may be gone, too
+
     async def call(
         self, worker_ids: Collection[str], command: Callable[[int], Command], reply_type: type[R], deadline_s: float
     ) -> dict[str, R]:
         """Give each worker the command and gather the replies.
 
-        command: call id → message. Raises NoReply: deadline passed; RunFailed: a worker failed, now or since the last call (UsageError
-        where it says so).
+        command: call id → message. Raises NoReply: deadline passed, or a worker is gone; RunFailed: a worker failed, now or since the
+        last call (UsageError where it says so).
         """
         self._raise_failure()
+        if unknown := [w for w in worker_ids if w not in self._workers]:
+            raise NoReply("workers are gone", got=", ".join(unknown))
         futures = {w: self._send(w, command(next(self._ids))) for w in worker_ids}
         done, pending = await asyncio.wait(futures.values(), timeout=deadline_s, return_when=asyncio.FIRST_EXCEPTION)
         for error in [f.exception() for f in done]:

@@ -107,9 +107,17 @@ def pad(rows: Sequence[Row]) -> PaddedRows:
     return PaddedRows(token_ids, mask[:, 1:], logprobs[:, 1:], advantages)
 
 
-def loss_tokens(rows: Sequence[Row]) -> int:
-    """Sampled tokens: those that enter the loss."""
-    return sum(int(np.count_nonzero(row.loss_mask)) for row in rows)
+@dataclass(frozen=True)
+class Totals:
+    """Of a global minibatch. tokens: sampled ones, those that enter the loss."""
+
+    trajectories: int
+    tokens: int
+
+
+def totals_of(rows: Sequence[Row]) -> Totals:
+    """Count them."""
+    return Totals(len(rows), sum(int(np.count_nonzero(row.loss_mask)) for row in rows))
 
 
 def has_signal(rows: Sequence[Row]) -> bool:

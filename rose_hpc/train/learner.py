@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor
 from rose_hpc.config import TrainConfig
 from rose_hpc.errors import RunFailed
 from rose_hpc.messages import Row
-from rose_hpc.train.batching import Minibatch, PaddedRows, check_rows, has_signal, loss_tokens, pad, plan_step
-from rose_hpc.train.loss import TokenLoss, chosen_logprobs, grpo_loss, mismatch_sums, token_logprobs
+from rose_hpc.train.batching import Minibatch, PaddedRows, Totals, check_rows, has_signal, pad, plan_step, totals_of
+from rose_hpc.train.loss import TokenLoss, chosen_logprobs, grpo_loss, mismatch_sums, token_logprobs, trajectory_scales
 from rose_hpc.train.policy import logits_of, reshard
 
 
@@ -88,8 +88,8 @@ class Learner:
         for minibatch, batches in zip(plan, scored, strict=True):
             chosen = [rows[i] for i in minibatch.rows]
             if has_signal(chosen):
-                steps.append(self._optimize(batches, loss_tokens(chosen)))
-        return self._summary(mismatch, loss_tokens(rows), steps)
+                steps.append(self._optimize(batches, totals_of(chosen)))
+        return self._summary(mismatch, totals_of(rows).tokens, steps)
 
     def _plan(self, step: int, rows: Sequence[Row]) -> tuple[Minibatch, ...]:
         return plan_step(
@@ -113,27 +113,35 @@ class Learner:
         reshard(self.policy)
         return batches
 
-    def _optimize(self, batches: Sequence[Batch], tokens: int) -> OptimizerStep:
-        """One optimiser step over a minibatch that has `tokens` sampled tokens in the whole world."""
-        sums = self.accumulate(batches, tokens)
+    def _optimize(self, batches: Sequence[Batch], totals: Totals) -> OptimizerStep:
+        """One optimiser step over a minibatch that has these totals in the whole world."""
+        sums = self.accumulate(batches, totals)
         norm = clip_gradients(self.policy.parameters(), self._config.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return OptimizerStep(sums, norm, tokens)
+        return OptimizerStep(sums, norm, totals.tokens)
 
-    def accumulate(self, batches: Sequence[Batch], tokens: int) -> Tensor:
+    def accumulate(self, batches: Sequence[Batch], totals: Totals) -> Tensor:
         """Add the minibatch's gradient to the sharded .grad; this rank's sums, float64 [2]: loss, clipped tokens.
 
         Every backward pass reduces and scatters: holding back until the last would keep a full gradient on every rank.
         """
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)
         for batch in batches:
-            term = self._loss(batch, tokens)
+            term = self._loss(batch, totals)
             (term.loss * self._world_size).backward()  # FSDP averages over ranks; the loss is a sum over them
             sums += torch.stack([term.loss.detach(), term.clipped])
         return sums
 
-    def _loss(self, batch: Batch, tokens: int) -> TokenLoss:
+    def _loss(self, batch: Batch, totals: Totals) -> TokenLoss:
+        config = self._config
+        scales = trajectory_scales(
+            batch.mask,
+            config.loss_type,
+            tokens=totals.tokens,
+            trajectories=totals.trajectories,
+            dr_grpo_tokens=config.dr_grpo_tokens,
+        )
         new = chosen_logprobs(logits_of(self.policy, batch.token_ids), batch.token_ids, self._temperature)
         return grpo_loss(
             new,
@@ -141,10 +149,10 @@ class Learner:
             batch.rollout,
             batch.advantages,
             batch.mask,
-            clip_low=self._config.clip_low,
-            clip_high=self._config.clip_high,
-            importance_cap=self._config.importance_cap,
-            global_tokens=tokens,
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
+            importance_cap=config.importance_cap,
+            scales=scales,
         )
 
     def _summary(self, mismatch: Tensor, sampled: int, steps: Sequence[OptimizerStep]) -> StepStatistics:

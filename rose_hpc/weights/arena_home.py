@@ -16,6 +16,8 @@ import secrets
 import shutil
 from pathlib import Path
 
+from rose_hpc.weights.vllm_leftovers import remove_shared_memory, worker_groups
+
 PREFIX = "rose_hpc"
 
 
@@ -40,7 +42,7 @@ class ArenaHome:
         return self
 
     def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        _remove(self.path)
         os.close(self._lock)
 
 
@@ -49,9 +51,15 @@ def sweep(root: Path) -> list[Path]:
     removed = []
     for path in sorted(root.glob(f"{PREFIX}-{os.getuid()}-*")):
         if not path.is_symlink() and _is_abandoned(path / "lock"):
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
             removed.append(path)
     return removed
+
+
+def _remove(path: Path) -> None:
+    """And what killed engines have left elsewhere in shared memory."""
+    remove_shared_memory(worker_groups(path))
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_abandoned(lock: Path) -> bool:

@@ -1,6 +1,6 @@
 """Receiver inside vLLM's workers: a version of the node's arena becomes the model's weights, and is proved there.
 
-    rose_begin(step, …), rose_answer()    describe, share, prepare, prove, release: while the model serves
+    rose_begin(step, …), rose_answer()    describe, share, prepare, prove, release: while the model serves; vacate: while it does not
     start_weight_update()                 nothing
     update_weights({version, digest})     apply what was prepared (worker_update.py); prepares it itself when nobody did
     finish_weight_update()                nothing
@@ -35,6 +35,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from rose_hpc.errors import WeightsError
 from rose_hpc.weights import runtime_memory, vllm_layers
 from rose_hpc.weights.destination import DestinationPlan, Ints
+from rose_hpc.weights.host_pages import give_back_tensors, trim
 from rose_hpc.weights.layout import ImageLayout
 from rose_hpc.weights.runtime_memory import Lanes
 from rose_hpc.weights.runtime_weights import RuntimeWeights
@@ -42,7 +43,7 @@ from rose_hpc.weights.tracing import runtime_parameters, trace
 from rose_hpc.weights.worker_update import Answer, WorkerUpdate
 
 SLICE_S = 0.01  # of a probe at each poll: about a step of a small model
-STEPS = ("describe", "share", "prepare", "prove", "release")
+STEPS = ("describe", "share", "prepare", "prove", "release", "vacate")
 
 
 @dataclass
@@ -84,6 +85,13 @@ class VllmModel:
 
     def probe(self, plan: DestinationPlan, layout: ImageLayout, image: Lanes, seed: int) -> Iterator[vllm_layers.Probe | None]:
         return vllm_layers.probe(self._model, plan, layout, image, seed)
+
+    def give_back(self) -> int:
+        """Buffers stay: no image brings them again. On other devices than CPUs nothing happens here (coserve/residency.py)."""
+        vllm_layers.drop_packed(self._model)
+        given = give_back_tensors(parameter.detach() for _, parameter in runtime_parameters(self._model))
+        trim()
+        return given
 
 
 class RoseWeightTransferEngine(WeightTransferEngine[ArenaLocation, ExpectedVersion]):

@@ -73,6 +73,18 @@ def _runs_packed(layer: torch.nn.Module) -> bool:
     return getattr(layer, "cpu_linear", torch.nn.functional.linear) is not torch.nn.functional.linear
 
 
+def drop_packed(model: torch.nn.Module) -> None:
+    """Free what linear layers have packed for themselves. They raise from here on, until the model is reloaded."""
+    layers: list[Any] = list(model.modules())
+    for layer in layers:
+        if type(getattr(layer, "quant_method", None)) in _RAW_METHODS and _runs_packed(layer):
+            layer.cpu_linear = _dropped
+
+
+def _dropped(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    raise RuntimeError("this layer's weights were given back")
+
+
 # ── reload ──
 
 

@@ -1,8 +1,8 @@
 """One worker's part in an update: from the node's arena into the running model, in three steps.
 
                   prepare                        apply                    prove
-    serving w ──▶ prepared (serving w) ──pause──▶ serving v, unproved ──▶ serving v
-       ▲  │ fault: nothing has changed
+    serving w ──▶ prepared (serving w) ──pause──▶ serving v, unproved ──▶ serving v ──vacate──▶ nothing whole, its memory given back
+       ▲  │ fault: nothing has changed                                                            └──prepare, apply (not SPARSE)──▶ …
        └──┘
 
     SPARSE  raw model at w, and the arena has all deltas from w: changed elements are collected in prepare, scattered in apply
@@ -15,7 +15,7 @@ model's own layers, so that it must not run beside them: `probing` does it in sh
 Invariants
 - Nothing is written to the model before the image was seen to be (version, digest, verified), under the arena's lock.
 - DENSE and RELOAD load only bytes that this worker has digested, and keep the image locked from then on: DENSE to the end of apply,
-  RELOAD, whose proof looks at the image again, to the end of that.
+  RELOAD, whose proof looks at the image again, to the end of that. A DENSE one may leave that to the proof, where nothing runs before.
 - SPARSE tells before anything is written what the digests will be; who combines them (placement.Sharing) finds a damaged image or
   a damaged model there, and asks for DENSE.
 - Every method that answers tells a fault by value. `apply` raises, and then the model is not whole any more.
@@ -69,6 +69,9 @@ class Model(Protocol):
     def probe(self, plan: DestinationPlan, layout: ImageLayout, image: Lanes, seed: int) -> Iterator[Any]:
         """What the layers compute with, compared to the image, in steps: see vllm_layers.probe."""
 
+    def give_back(self) -> int:
+        """Forget all weights, and give their memory back to the system as far as that can be done; bytes. The model stays loadable."""
+
 
 Answer = dict[str, Any]
 
@@ -120,8 +123,6 @@ class WorkerUpdate:
         self._prepared: _Update | None = None
         self._lock = ExitStack()  # the image's, see the module's invariants
 
-    # ── once ──
-
     @answering
     def describe(self) -> Answer:
         """{"plan": bytes, "layout": JSON, "reload": why the model cannot be written in place; [] where it can}."""
@@ -144,12 +145,11 @@ class WorkerUpdate:
         self._weights = self._model.weights(self._plan, self._layout, slots)
         return {}
 
-    # ── each update ──
-
     @answering
-    def prepare(self, version: int, digest: int, dense: bool) -> Answer:
+    def prepare(self, version: int, digest: int, dense: bool, look: bool = True) -> Answer:
         """{"how", "changed", "digests": what the slots' digests will be, [] where that is not known}. dense: not SPARSE.
 
+        look: digest the image; else a DENSE update is known to be sound only by its proof, before which the model must not run.
         Faults: the arena does not hold exactly this version, verified; its bits are not the trainer's; its lock is taken.
         """
         self.release()
@@ -157,7 +157,7 @@ class WorkerUpdate:
         self._lock.enter_context(arena.reading(LOCK_DEADLINE_S))
         try:
             self._check_state(arena, version, digest)
-            self._prepared = (None if dense else self._sparse(arena, version, digest)) or self._whole(arena, version, digest)
+            self._prepared = (None if dense else self._sparse(arena, version, digest)) or self._whole(arena, version, digest, look)
         finally:
             if self._prepared is None or self._prepared.how == SPARSE:
                 self._lock.close()
@@ -189,16 +189,15 @@ class WorkerUpdate:
             return None
         return _Update(version, digest, SPARSE, patch.image_elements, tuple(add(self._running.digests, patch.change)), patch)
 
-    def _whole(self, arena: Arena, version: int, digest: int) -> _Update:
-        image = arena.image()
-        if (found := digest_lanes(0, image)) != digest:
+    def _whole(self, arena: Arena, version: int, digest: int, look: bool) -> _Update:
+        image, how = arena.image(), RELOAD if self._weights is None else DENSE
+        if (look or how == RELOAD) and (found := digest_lanes(0, image)) != digest:
             raise DigestMismatch(
                 f"the image of version {version} in {self._path} is not what the trainer published",
                 got=f"digest {found:#018x}",
                 expected=f"{digest:#018x}",
                 remedy="transfer a keyframe; if it happens again, suspect this node's memory",
             )
-        how = RELOAD if self._weights is None else DENSE
         return _Update(version, digest, how, len(image) * 2 // arena.layout.item_bytes, image=image)
 
     def has_prepared(self, version: int, digest: int) -> bool:
@@ -275,6 +274,12 @@ class WorkerUpdate:
     def _read_back(self, update: _Update, patch: Patch) -> list[int]:
         change = self._weights.applied_change(patch) if self._weights is not None else []
         return add([(d - c) % MODULUS for d, c in zip(update.digests, patch.change, strict=True)], change)
+
+    @answering
+    def vacate(self) -> Answer:
+        """{"bytes": given back}: nothing whole is in the model from here on, also where this fails on the way."""
+        self._running = None
+        return self.release() | {"bytes": self._model.give_back()}
 
     def release(self) -> Answer:
         """Forget what was prepared and let go of the image."""

@@ -1,4 +1,4 @@
-"""A rollout engine's API without vLLM: `fake_engine.py SPEC.json MODE`. It has a child, which computes as a worker does.
+"""A rollout engine's API without vLLM: `fake_engine.py SPEC.json MODE WORKER…`. The worker is a child, which computes.
 
 A turn samples a token every TOKEN_S until it is aborted or done. MODE: obedient; stubborn: ignores aborts and SIGTERM; stillborn: ends
 at once.
@@ -20,7 +20,6 @@ from rose_hpc.http_api import authenticated_app, done, received, reply, serving,
 from rose_hpc.messages import AbortRequest, EngineHealth, GenerateRequest, GenerateResult
 
 TOKEN_S = 0.02
-WORKER = "while True: pass"
 
 
 class FakeEngine:
@@ -51,7 +50,7 @@ class FakeEngine:
         return reply(EngineHealth(self._executor_id, 1, len(self._live), False))
 
 
-async def main(spec: EngineSpec, mode: str) -> None:
+async def main(spec: EngineSpec, mode: str, command: list[str]) -> None:
     engine = FakeEngine(spec.executor_id, mode == "stubborn")
     app = authenticated_app(spec.token_file.read_text())
     app.router.add_post("/generate", engine.generate)
@@ -60,15 +59,16 @@ async def main(spec: EngineSpec, mode: str) -> None:
     stop = stop_signals()
     if mode == "stubborn":
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)
-    worker = subprocess.Popen([sys.executable, "-c", WORKER])
+    worker = subprocess.Popen(command)
     try:
         async with serving(app, lambda runner: web.UnixSite(runner, str(spec.socket))):
             await stop.wait()
     finally:
         worker.kill()
+    print("ended in good order", flush=True)
 
 
 if __name__ == "__main__":
     if sys.argv[2] == "stillborn":
         sys.exit("no such model")
-    asyncio.run(main(read_spec(Path(sys.argv[1]), EngineSpec), sys.argv[2]))
+    asyncio.run(main(read_spec(Path(sys.argv[1]), EngineSpec), sys.argv[2], sys.argv[3:]))

@@ -10,6 +10,8 @@ Replies that NVIDIA documents: `ps` (title and columns), terminate_client (0), t
 to 580 report: NO_DAEMON, BUSY, ALREADY, "Invalid process PID!", "Server PID not found", "Server not found", percentages as 25.0.
 Unknown commands, and the state of a server as a bare word, are guesses.
 
+What happened is in CUDA_MPS_LOG_DIRECTORY/events.log, a line each: commands, "joined PID", "left PID".
+
 Injected faults: the words in CUDA_MPS_LOG_DIRECTORY/fault, read at each command.
     start_fails  start_hangs  start_silent     `-d` ends with status 1 | never returns | starts nothing and says so to nobody
     hangs                                      the daemon takes a command and never answers
@@ -46,6 +48,11 @@ def faults() -> set[str]:
         return set()
 
 
+def note(event: str) -> None:
+    with open(f"{LOGS}/events.log", "a") as log:
+        log.write(f"{event}\n")
+
+
 class Daemon:
     """One server at most: of the only user there is. server: pid and its percentage; clients: connection → pid, devices, command."""
 
@@ -53,6 +60,7 @@ class Daemon:
         self.default, self.server, self.percentage = 100.0, 0, 100.0
         self.limits: dict[str, str] = {}
         self.clients: dict[socket.socket, tuple[int, list[str], str]] = {}
+        self.pids: dict[socket.socket, int] = {}  # also of those whose contexts were ended
         self.ui: socket.socket | None = None
         self.devices = [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
         self.ended = False
@@ -95,6 +103,8 @@ class Daemon:
     def forget(self, connection: socket.socket) -> None:
         self.selector.unregister(connection)
         connection.close()
+        if connection in self.pids:
+            note(f"left {self.pids.pop(connection)}")
         if "slow" not in faults():
             self.clients.pop(connection, None)
         self.ui = None if connection is self.ui else self.ui
@@ -106,6 +116,8 @@ class Daemon:
         if not self.server:
             self.server, self.percentage = self.start_server(), self.default
         self.clients[connection] = (pid, devices, command)
+        self.pids[connection] = pid
+        note(f"joined {pid}")
         connection.send(b"joined")
 
     def start_server(self) -> int:
@@ -118,6 +130,7 @@ class Daemon:
 
     def obey(self, ui: socket.socket, command: str) -> None:
         active = faults()
+        note(command)
         if "crashes" in active:
             os._exit(1)
         if "hangs" in active or ("terminate_hangs" in active and command.startswith("terminate_client")):

@@ -36,6 +36,20 @@ class RecordingQuota(GateOnly):
             raise EnvironmentFault("not permitted")
         self.calls.append(("release", list(rollout_pids)))
 
+    def set_ceiling(self, frac, cores):
+        self.calls.append(("ceiling", frac, cores))
+
+    def rollout_environment(self):
+        return {"UNDER": "the ceiling"}
+
+    def end(self, rollout_pids, deadline_s):
+        self.calls.append(("end", sorted(rollout_pids)))
+        return {}
+
+    def fault(self):
+        if self.refuse:
+            raise OSError("cannot be asked")
+
     def close(self):
         if self.refuse:
             raise EnvironmentFault("not permitted")
@@ -84,7 +98,27 @@ def test_workers_are_bound_to_the_device_and_api_processes_are_kept_off_it(tmp_p
         ("release", [rollout]),
     ]
     device.give_back()
-    assert quota.calls[-1] == ("release", [rollout_worker])
+    assert quota.calls[-2:] == [("release", [rollout_worker]), ("ceiling", 1.0, 1)]
+
+
+def test_an_engine_starts_under_its_ceiling_and_everything_that_belonged_to_it_is_ended_before_the_kill(tmp_path, engines):
+    core = min(os.sched_getaffinity(0))
+    quota = RecordingQuota()
+    device = Device("lent", [core], quota, tmp_path / "board")
+    assert device.rollout_starts(0.3) == {"UNDER": "the ceiling"} and quota.calls == [("ceiling", 0.3, 1)]
+    rollout, worker = engines(IDLE)
+    device.rollout_spawned(rollout)
+    device.rollout_up(rollout)
+    os.kill(rollout, 9)  # its worker cannot be found through it any more
+    device.give_back()
+    assert device.end_contexts() == {} and quota.calls[-1] == ("end", sorted([rollout, worker]))
+    count = len(quota.calls)
+    assert device.end_contexts() == {} and len(quota.calls) == count
+
+
+def test_a_quota_that_cannot_be_asked_is_a_fault(tmp_path):
+    assert Device("lent", [], RecordingQuota(), tmp_path / "board").fault() == ""
+    assert Device("lent", [], RecordingQuota(refuse=True), tmp_path / "board").fault() == "cannot be asked"
 
 
 def test_how_busy_the_device_was_is_measured_from_its_workers(tmp_path, engines):

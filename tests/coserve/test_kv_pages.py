@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +9,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose_hpc.coserve.kv_pages import HeldWriter, block_ranges, give_back, read_held, whole_pages
+from rose_hpc.coserve.kv_pages import HeldWriter, block_ranges, read_held
+from rose_hpc.weights.host_pages import whole_pages
 
 BLOCKS = 12
 PAGE = 64  # of these tests' kernel
@@ -79,16 +78,6 @@ def test_blocks_that_lie_side_by_side_give_back_the_pages_they_share() -> None:
     place = layer_outermost(layers=2, page=PAGE // 2)
     assert whole_pages(block_ranges({2, 3}, [place]), 0, PAGE) == [(PAGE, 2 * PAGE), (7 * PAGE, 8 * PAGE)]
     assert whole_pages(block_ranges({2}, [place]), 0, PAGE) == []
-
-
-def test_what_is_given_back_reads_as_zeros_and_the_rest_as_before() -> None:
-    memory = mmap.mmap(-1, 8 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory[:] = b"x" * len(memory)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    given = give_back(whole_pages([(mmap.PAGESIZE // 2, 4 * mmap.PAGESIZE + 1)], address))
-    assert given == 3 * mmap.PAGESIZE
-    assert memory[mmap.PAGESIZE : 4 * mmap.PAGESIZE] == bytes(given)
-    assert set(memory[: mmap.PAGESIZE]) == set(memory[4 * mmap.PAGESIZE :]) == {ord("x")}
 
 
 def test_the_held_blocks_are_read_as_they_were_written(tmp_path: Path) -> None:

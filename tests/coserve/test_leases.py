@@ -44,13 +44,13 @@ class AnyLife(RuleBasedStateMachine):
     @rule(ceiling=st.floats(0.01, 1.0), ttl_s=st.floats(0.1, 1e6))
     def somebody_asks(self, ceiling: float, ttl_s: float) -> None:
         self.book.expire(self.now_s)
-        was_free, terms, self.count = self.book.current is None, self.book.terms, self.count + 1
+        was_free, terms, self.count = self.book.current is None and not self.book.hindrance, self.book.terms, self.count + 1
         name = str(self.count)
         try:
             lease = granted(self.book, Ask(f"run-{name}", MODEL, 1, ceiling, ttl_s), name, self.now_s)
         except Refused as refused:
             assert not was_free or not terms.lending or ceiling > terms.max_frac
-            if not was_free and ceiling <= terms.max_frac and terms.lending:
+            if not was_free and ceiling <= terms.max_frac and terms.lending and not self.book.hindrance:
                 assert self.book.current is not None and self.book.current.run_id in str(refused)
             return
         assert was_free and terms.lending and ceiling <= terms.max_frac
@@ -85,11 +85,15 @@ class AnyLife(RuleBasedStateMachine):
     def the_operator_changes_terms(self, lending: bool | None, max_frac: float | None) -> None:
         self.book.change(lending, max_frac)
 
+    @rule(why=st.sampled_from(["", "", "the daemon has died"]))
+    def what_protects_serving_fails_or_is_put_right(self, why: str) -> None:
+        self.book.hinder(why)
+
     @invariant()
     def a_held_lease_is_within_the_terms_and_was_renewed(self) -> None:
         lease = self.book.current
         if lease is not None and lease.held:
-            assert self.book.terms.lending and lease.ceiling_frac <= self.book.terms.max_frac
+            assert self.book.terms.lending and not self.book.hindrance and lease.ceiling_frac <= self.book.terms.max_frac
             assert self.renewed_s < lease.expires_s <= self.renewed_s + TERMS.max_ttl_s
 
     @invariant()
@@ -141,6 +145,7 @@ def test_a_second_run_hears_who_has_the_device_also_while_it_is_cleared() -> Non
         (Ask("run-a", MODEL, ceiling_frac=0.6), TERMS, PLENTY, 409, "more than is lent"),
         (Ask("run-a", MODEL, ceiling_frac=1.5), TERMS, PLENTY, 400, "no share of a device"),
         (Ask("run-a", MODEL, ceiling_frac=float("nan")), TERMS, PLENTY, 400, "no share of a device"),
+        (Ask("run-a", MODEL, ceiling_frac=0.009), TERMS, PLENTY, 400, "expected: 0.01 to 1"),
         (Ask("run-a", MODEL, ceiling_frac=0.5, ttl_s=0), TERMS, PLENTY, 400, "cannot be renewed"),
         (Ask("run-a", MODEL, ceiling_frac=0.5, ttl_s=float("inf")), TERMS, PLENTY, 400, "cannot be renewed"),
         (Ask("run/../a", MODEL), TERMS, PLENTY, 400, "unusable run id"),
@@ -174,6 +179,19 @@ def test_less_to_lend_revokes_a_lease_of_more_and_spares_one_of_less() -> None:
     assert book.find(lease.lease_id) == book.current and book.current.reason == Reason.REVOKED
     with pytest.raises(Refused, match="max_frac"):
         book.change(max_frac=1.2)
+
+
+def test_a_hindrance_ends_the_lease_and_nothing_is_granted_until_it_is_gone() -> None:
+    book = LeaseBook(TERMS)
+    lease = granted(book)
+    book.hinder("the daemon has died")
+    assert book.current is not None and book.current.reason == Reason.FAULT
+    book.vacate(lease.lease_id)
+    with pytest.raises(Refused, match="the daemon has died") as refused:
+        granted(book, name="2")
+    assert status_of(refused) == 409
+    book.hinder("")
+    assert granted(book, name="3").held
 
 
 def test_no_token_is_kept_or_shown() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,55 +16,31 @@ import aiohttp
 import psutil
 import pytest
 from aiohttp import web
+from small_engine import SmallEngine, StillbornEngine, StubbornEngine
 
 from rose_hpc.config import EngineConfig
 from rose_hpc.control import write_private
 from rose_hpc.coserve.board import BoardWriter
-from rose_hpc.coserve.borrower import Borrower
 from rose_hpc.coserve.device import Device
 from rose_hpc.coserve.lease_api import OVER_HEADER, LeaseRoutes
 from rose_hpc.coserve.lease_book import Terms
 from rose_hpc.coserve.lease_client import LeaseClient, Refusal
-from rose_hpc.coserve.lease_messages import LeaseAsk, LeaseGranted, LendChange, LendStatus
+from rose_hpc.coserve.lease_memory import ALLOWANCE_BYTES, POLL_S
+from rose_hpc.coserve.lease_messages import LeaseAsk, LendChange, LendStatus
 from rose_hpc.coserve.lending import Lending
 from rose_hpc.coserve.operator_api import operator_app, tell
-from rose_hpc.coserve.processes import EngineProcess
 from rose_hpc.coserve.quota import CgroupQuota, GateOnly
-from rose_hpc.coserve.registry import AgentEntry, Registry
 from rose_hpc.coserve.specs import EngineSpec
 from rose_hpc.coserve.stay import Stay
 from rose_hpc.errors import ControlError, EnvironmentFault
 from rose_hpc.http_api import base_url, serving, tcp_site
-from rose_hpc.messages import TOKEN_HEADER, AgentUp, GenerateRequest, GenerateResult, decode, encode
+from rose_hpc.messages import TOKEN_HEADER, GenerateRequest, GenerateResult, decode, encode
 
 pytestmark = pytest.mark.processes
 
 KEY = "key-of-the-tests"
 DEADLINE_S = 60
 FOREVER = 1_000_000  # tokens
-
-
-class SmallEngine(EngineProcess):
-    """The engine's process is fake_engine.py."""
-
-    mode = "obedient"
-
-    async def __aenter__(self) -> SmallEngine:
-        path = self.spec.socket.with_suffix(".json")
-        write_private(path, self.spec.model_dump_json())
-        await self.start([sys.executable, str(Path(__file__).parent / "fake_engine.py"), str(path), self.mode])
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.UnixConnector(path=str(self.spec.socket), limit=0), headers={TOKEN_HEADER: f"Bearer {self._token}"}
-        )
-        return self
-
-
-class StubbornEngine(SmallEngine):
-    mode = "stubborn"
-
-
-class StillbornEngine(SmallEngine):
-    mode = "stillborn"
 
 
 class Place:
@@ -317,6 +292,24 @@ def test_serving_under_pressure_takes_the_device_back(play: Callable[..., None])
     play(body)
 
 
+def test_a_lease_whose_files_outgrow_what_it_asked_for_is_over(play: Callable[..., None], capfd: pytest.CaptureFixture[str]) -> None:
+    async def body(place: Place, client: LeaseClient) -> None:
+        family = await borrowed(place, client)
+        arena = next(place.folder.glob("lease-*")) / "arena"
+        arena.write_bytes(bytes(ALLOWANCE_BYTES // 2))
+        await asyncio.sleep(2 * POLL_S)
+        assert (await client.state()).up  # the allowance
+        with arena.open("ab") as file:
+            os.posix_fallocate(file.fileno(), 0, ALLOWANCE_BYTES + (1 << 20))
+        assert (await until_free(place)).last.endswith("memory")
+        assert gone(family)
+        with pytest.raises(Refusal, match="is over: memory"):
+            await client.renew(5.0)
+
+    play(body)
+    assert "1000 were asked for" in capfd.readouterr().err
+
+
 def test_a_run_may_wait_for_its_engine_longer_than_the_lease_as_long_as_it_renews(play: Callable[..., None]) -> None:
     async def body(place: Place, client: LeaseClient) -> None:
         await client.ask(KEY, place.ask())
@@ -331,74 +324,6 @@ def test_a_run_may_wait_for_its_engine_longer_than_the_lease_as_long_as_it_renew
 def test_nobody_listens_where_no_agent_is(tmp_path: Path) -> None:
     with pytest.raises(ControlError, match="does not answer"):
         tell(tmp_path / "operator.sock")
-
-
-def listed(registry: Registry, place: Place, state: str = "free") -> None:
-    """The agent's registry entry."""
-    entry = AgentEntry(
-        name="a0",
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        pid_started_s=psutil.Process().create_time(),
-        url=place.url,
-        key=KEY,
-        operator_socket=place.socket,
-        devices=1,
-        lending=True,
-        max_frac=0.5,
-        max_ttl_s=10.0,
-        models=[place.model.resolve()],
-        state=state,
-        quota="",
-    )
-    registry.write(entry)
-
-
-def test_a_borrower_hands_over_what_it_is_lent_and_asks_again_once_that_is_over(play: Callable[..., None], tmp_path: Path) -> None:
-    taken: asyncio.Queue[tuple[AgentUp, LeaseGranted]] = asyncio.Queue()
-
-    async def take(up: AgentUp, granted: LeaseGranted) -> None:
-        await taken.put((up, granted))
-
-    async def body(place: Place, client: LeaseClient) -> None:
-        registry = Registry(tmp_path / "agents")
-        registry.claim("a0")
-        listed(registry, place)
-        borrower = Borrower(registry, 1, lambda name: place.ask(executor_id=f"lent-{name}"), take, pause_s=0.5)
-        borrowing = asyncio.create_task(borrower.run())
-        leases = []
-        for _ in range(2):
-            up, granted = await asyncio.wait_for(taken.get(), 30)
-            assert [e.executor_id for e in up.executors] == ["lent-a0"] and borrower.held == ["a0"]
-            leases.append(granted.lease_id)
-            place.lending.press()
-        assert len(set(leases)) == 2
-        borrowing.cancel()
-        await asyncio.gather(borrowing, return_exceptions=True)
-
-    play(body)
-
-
-def test_a_borrower_that_ends_before_its_engine_is_up_gives_the_lease_back(play: Callable[..., None], tmp_path: Path) -> None:
-    async def never(up: AgentUp, granted: LeaseGranted) -> None:
-        raise AssertionError("nobody is there to take it")
-
-    async def body(place: Place, client: LeaseClient) -> None:
-        registry = Registry(tmp_path / "agents")
-        registry.claim("a0")
-        listed(registry, place, state="held")
-        borrower = Borrower(registry, 1, lambda name: place.ask(), never)
-        borrowing = asyncio.create_task(borrower.run())
-        await asyncio.sleep(0.3)
-        assert borrower.held == []  # the entry says that it is of no use to ask
-        listed(registry, place)
-        while not (await place.operator()).run_id:
-            await asyncio.sleep(0.05)
-        borrowing.cancel()
-        await asyncio.gather(borrowing, return_exceptions=True)
-        assert (await until_free(place)).last.endswith("released")
-
-    play(body)
 
 
 SERVING = """

@@ -24,6 +24,7 @@ from rose_hpc.coserve.quota.mps import (
     PERCENTAGE_VARIABLE,
     PRIORITY_VARIABLE,
     Ceiling,
+    MpsQuota,
     rollout_environment,
     serving_environment,
 )
@@ -403,6 +404,29 @@ def test_another_daemon_for_the_same_gpu_is_refused_and_one_for_another_gpu_is_n
         node.quota(second)
 
 
+@pytest.mark.processes
+def test_a_daemon_can_be_joined_by_one_agent_and_neither_its_end_nor_its_death_ends_it(node: Node) -> None:
+    owner = node.daemon()
+    with pytest.raises(EnvironmentFault, match="no MPS control daemon runs there"):
+        node.daemon(*owner.devices).join()
+    assert not node.root.exists()
+    owner.start()
+    agent, second = node.daemon(*owner.devices), node.daemon(*owner.devices)
+    agent.join()
+    assert agent.health() == owner.health()
+    with pytest.raises(EnvironmentFault, match="another agent lends under"):
+        second.join()
+    agent.close()
+    with pytest.raises(EnvironmentFault, match="has other devices") as refused:
+        node.daemon(gpu_uuid()).join()
+    assert refused.value.got == owner.devices[0]
+    second.join()
+    assert owner.alive() and second.alive()
+    owner.close()
+    assert not second.alive() and "has died" in str(MpsQuota(second, CEILING).fault())
+    second.close()
+
+
 # ── quota ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -445,7 +469,8 @@ def test_an_engine_without_one_of_the_limits_is_refused(node: Node, missing: str
 def test_an_engine_is_awaited_until_it_computes(node: Node) -> None:
     quota = node.quota()
     late = node.process(quota.rollout_environment())
-    assert quota.await_clients([late.pid], 5.0)
+    quota.await_clients([late.pid], 5.0)
+    assert quota.require_clients([late.pid])
     began_s = time.monotonic()
     with pytest.raises(EnvironmentFault, match="outside MPS"):
         quota.await_clients([os.getpid()], 0.3)
@@ -456,8 +481,10 @@ def test_an_engine_is_awaited_until_it_computes(node: Node) -> None:
 def test_a_ceiling_holds_for_the_next_engine_and_a_cap_for_contexts_to_come(node: Node) -> None:
     quota = node.quota()
     node.client(quota.rollout_environment())
-    quota.set_ceiling(Ceiling(0.1, GIB))
+    quota.set_ceiling(0.1)
     assert quota.rollout_environment()["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "10"
+    assert quota.rollout_environment()["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == f"{quota.daemon.devices[0]}=20480M"
+    assert "at most 10 % of the threads" in quota.describe()
     (server,) = quota.daemon.control.servers()
     assert quota.daemon.control.cap_of_future_clients(server) == 100.0
     quota.cap_future_clients(40)
@@ -506,8 +533,11 @@ def test_a_reply_unlike_any_known_is_an_error_everywhere(node: Node) -> None:
 def test_a_faulted_server_is_reported(node: Node) -> None:
     quota = node.quota()
     node.client(quota.serving_environment())
+    assert quota.fault() is None
     node.fault("faulted")
-    assert quota.daemon.health().faulted
+    assert quota.daemon.health().faulted and "has faulted" in str(quota.fault())
+    node.fault()
+    assert quota.fault() is None
 
 
 @pytest.mark.processes

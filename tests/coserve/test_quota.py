@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rose_hpc.coserve.quota import CgroupQuota, Quota, SchedIdleQuota, best_quota, pin
+from rose_hpc.coserve.quota import CgroupQuota, GateOnly, Quota, SchedIdleQuota, best_quota, pin
 from rose_hpc.coserve.quota.base import cgroup_paths, threads
 from rose_hpc.coserve.quota.cgroup import find_hierarchy, members
 from rose_hpc.coserve.quota.sched_idle import autogroup_name
@@ -83,10 +83,10 @@ def shares(processes: list[subprocess.Popen[bytes]]) -> list[float]:
     return [u / sum(used) for u in used]
 
 
-def rate(process: subprocess.Popen[bytes]) -> float:
+def rate(process: subprocess.Popen[bytes], window_s: float = WINDOW_S) -> float:
     """CPU seconds per second of one process."""
     before_s, begin_s = sum(psutil.Process(process.pid).cpu_times()[:2]), time.monotonic()
-    time.sleep(WINDOW_S)
+    time.sleep(window_s)
     return (sum(psutil.Process(process.pid).cpu_times()[:2]) - before_s) / (time.monotonic() - begin_s)
 
 
@@ -107,6 +107,41 @@ def test_rollout_gets_what_serving_leaves_and_a_fair_share_once_released(
         quota.release([rollout.pid])
         assert shares(spinners)[1] > 0.2
     assert shares(spinners)[1] > 0.2
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("frac", [0.3, 0.05])
+def test_a_ceiling_is_what_a_process_gets_although_nobody_else_wants_the_core(spinners: list[subprocess.Popen[bytes]], frac: float) -> None:
+    serving, rollout = spinners
+    psutil.Process(serving.pid).suspend()
+    with contextlib.closing(cgroup_quota()) as quota:
+        quota.set_ceiling(frac, 1)
+        quota.confine([serving.pid], [rollout.pid])
+        assert rate(rollout, 2.0) == pytest.approx(frac, abs=min(0.1, frac))
+        assert quota.describe().endswith(f"cpu.idle, at most {frac:g} of the device")
+        quota.set_ceiling(1.0, 1)
+        assert rate(rollout, 1.0) > 0.8 and quota.describe().endswith("cpu.idle")
+        quota.set_ceiling(frac, 1)
+        quota.release([rollout.pid])
+        assert rate(rollout, 1.0) > 0.8  # it has to end, and is not held up
+
+
+def test_a_ceiling_that_cannot_be_held_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    quotas: list[Quota] = [SchedIdleQuota(), GateOnly()]
+    for quota in quotas:
+        assert "ceiling" not in quota.describe()
+        quota.set_ceiling(0.3, 1)
+        assert quota.describe().endswith("which does not hold the ceiling of 0.3")
+        quota.set_ceiling(1.0, 1)
+        assert "ceiling" not in quota.describe()
+    assert caplog.text.count("degraded") == 2
+
+
+def test_quotas_of_the_kernel_need_no_word_with_a_daemon() -> None:
+    for quota in (SchedIdleQuota(), GateOnly()):
+        assert quota.serving_environment() == quota.rollout_environment() == quota.end([os.getpid()], 1.0) == {}
+        quota.await_clients([os.getpid()], 1.0)
+        assert quota.fault() is None
 
 
 def test_cgroups_give_processes_back_to_where_they_came_from_and_leave_nothing(spinners: list[subprocess.Popen[bytes]]) -> None:
@@ -258,5 +293,8 @@ def test_version_2_confines_with_weight_and_idle(root: Path) -> None:
     assert (group / "cpu.weight").read_text() == "10000" and (group / "cgroup.subtree_control").read_text() == "+cpu"
     assert (group / "rollout" / "cpu.idle").read_text() == "1"
     assert (members(group / "serving"), members(group / "rollout")) == ([4001], [4002])
+    for frac, cores, written in ((0.3, 2, "12000 20000"), (0.01, 1, "1000 100000"), (1.0, 2, "max 100000")):
+        quota.set_ceiling(frac, cores)
+        assert (group / "rollout" / "cpu.max").read_text() == written
     quota.release([4002])
     assert members(group / "released") == [4002]

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rose_hpc.coserve.lease_client import can_grant, lending_most
+from rose_hpc.coserve.lease_client import fitted, lending_most, unfit
 from rose_hpc.coserve.lease_messages import LeaseAsk
 from rose_hpc.coserve.registry import STALE_S, AgentEntry, Registry, is_fresh, read_entry
 from rose_hpc.errors import ConfigError, EnvironmentFault
@@ -147,4 +147,11 @@ def test_a_run_asks_those_that_can_grant_it_who_lend_most_first() -> None:
         entry("good", devices=2),
         entry("better", devices=2, max_frac=0.9),
     ]
-    assert [e.name for e in lending_most(entries) if can_grant(e, ask)] == ["better", "good"]
+    asked = [e for e in lending_most(entries) if unfit(e, ask) is None]
+    assert [(e.name, fitted(ask, e).ceiling_frac) for e in asked] == [("better", 0.4), ("good", 0.4), ("less", 0.3)]
+    why = {e.name: reason for e in entries if (reason := unfit(e, ask)) is not None}
+    assert why == {
+        "held": "another run has its device",
+        "small": "an engine over 2 devices does not fit its 1",
+        "other": "it does not allow the model /models/policy",
+    }

@@ -38,6 +38,12 @@ def test_help_shows_an_example(command: str) -> None:
     assert result.exit_code == 0 and f"Example: rose-hpc {command}" in " ".join(result.output.replace("│", "").split())
 
 
+def test_help_of_serve_says_that_mps_isolates_no_faults_and_how_to_lend_without() -> None:
+    said = " ".join(CliRunner().invoke(app, ["serve", "--help"], terminal_width=200).output.replace("│", "").split())
+    for words in ("not yet verified on a GPU", "does not isolate faults", "--gate-only", "--mps-folder", "--mps-memory-bytes"):
+        assert words in said
+
+
 def test_serve_says_what_is_missing(model: Path, tmp_path: Path) -> None:
     assert "what shall be served?" in failure("serve")
     assert "what shall be served?" in failure("serve", model, "--board", tmp_path / "board")
@@ -49,7 +55,7 @@ def test_serve_says_what_is_missing(model: Path, tmp_path: Path) -> None:
     ("options", "said"),
     [
         (["--lend-max-frac", "1.5"], "max_frac"),
-        (["--lend-max-frac", "0"], "max_frac"),
+        (["--lend-max-frac", "0.009"], "max_frac"),
         (["--max-ttl-s", "0"], "max_ttl_s"),
         (["--slo-ttft-s", "-1"], "ttft_s"),
         (["--device-cpus", "one"], "--device-cpus cannot be used"),

@@ -20,10 +20,10 @@ class Serves(Protocol):
 class Traffic:
     """Closed-loop clients of a serving engine: each sends its next request when the last one is done, until told to stop."""
 
-    def __init__(self, serving: Serves, clients: int, output_tokens: int, pause_s: float = 0.0) -> None:
+    def __init__(self, serving: Serves, clients: int, output_tokens: int, pause_s: float = 0.0, prompt_tokens: int = PROMPT_TOKENS) -> None:
         self.done, self.tokens = 0, 0
         self.failures: list[httpx.HTTPError] = []
-        self._serving, self._output_tokens, self._pause_s = serving, output_tokens, pause_s
+        self._serving, self._output_tokens, self._pause_s, self._prompt_tokens = serving, output_tokens, pause_s, prompt_tokens
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._threads = [threading.Thread(target=self._client) for _ in range(clients)]
@@ -31,7 +31,7 @@ class Traffic:
     def _client(self) -> None:
         while not self._stop.is_set():
             try:
-                tokens = self._serving.complete(PROMPT_TOKENS, self._output_tokens)
+                tokens = self._serving.complete(self._prompt_tokens, self._output_tokens)
             except httpx.HTTPError as error:
                 self.failures.append(error)
                 return

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -18,12 +19,12 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rose_hpc.config import EngineConfig
-from rose_hpc.coserve.processes import remove_shared_memory, worker_groups
 from rose_hpc.coserve.specs import EngineOffer, EngineSpec
 from rose_hpc.messages import EngineHealth, GenerateRequest, GenerateResult, UpdateRequest, UpdateResult, decode, encode
 from rose_hpc.weights.arena import Arena
 from rose_hpc.weights.arena_copy import copy_keyframe
 from rose_hpc.weights.publisher import PublishedShard, WeightPublisher
+from rose_hpc.weights.vllm_leftovers import remove_shared_memory, worker_groups
 
 TOKEN = "token-of-the-tests"
 VOCABULARY = 64
@@ -158,19 +159,27 @@ class Policies:
         return max(abs(logprob - reference[version][i]) for i, (logprob, version) in enumerate(pairs))
 
 
-def offer(policies: Policies, executor_id: str, tensor_parallel: int = 1, raw: bool = True) -> EngineOffer:
-    engine = CONFIG.model_copy(update={"tensor_parallel": tensor_parallel, "raw_weights": raw})
-    return EngineOffer(executor_id=executor_id, model_dir=policies.model_dir, arena=policies.arena, engine=engine, seed=1)
+def offer(
+    policies: Policies,
+    executor_id: str,
+    tensor_parallel: int = 1,
+    raw: bool = True,
+    config: EngineConfig = CONFIG,
+    gate: dict[str, Any] | None = None,
+) -> EngineOffer:
+    engine = config.model_copy(update={"tensor_parallel": tensor_parallel, "raw_weights": raw})
+    return EngineOffer(executor_id=executor_id, model_dir=policies.model_dir, arena=policies.arena, engine=engine, seed=1, gate=gate)
 
 
 class RunningEngine:
-    """`python -m rose_hpc.coserve.engine` and a client on its socket. `close` ends it, whatever state it is in."""
+    """`python -m rose_hpc.coserve.engine` and a client on its socket. `close` ends it, whatever state it is in. options: of `offer`."""
 
-    def __init__(self, folder: Path, policies: Policies, tensor_parallel: int = 1, raw: bool = True) -> None:
+    def __init__(self, folder: Path, policies: Policies, tensor_parallel: int = 1, raw: bool = True, **options: Any) -> None:
         self._sockets = tempfile.TemporaryDirectory(prefix="rose-test-")  # short: AF_UNIX allows 107 bytes
         (folder / "token").write_text(TOKEN)
         self.socket = Path(self._sockets.name) / "e.sock"
-        spec = EngineSpec(**offer(policies, "e0", tensor_parallel, raw).model_dump(), socket=self.socket, token_file=folder / "token")
+        offered = offer(policies, "e0", tensor_parallel, raw, **options)
+        spec = EngineSpec(**offered.model_dump(), socket=self.socket, token_file=folder / "token")
         (folder / "engine.json").write_text(spec.model_dump_json())
         self.log = folder / "engine.log"
         self.groups: set[str] = set()

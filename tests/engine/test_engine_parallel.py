@@ -10,8 +10,8 @@ import pytest
 from engine_harness import Policies, RunningEngine, alive, family, make_policy, turn, wait_until
 
 from rose_hpc.coserve.engine import is_cpu_build
-from rose_hpc.coserve.processes import remove_shared_memory
 from rose_hpc.messages import UpdateRequest
+from rose_hpc.weights.vllm_leftovers import remove_shared_memory
 
 pytestmark = pytest.mark.engine
 

@@ -13,10 +13,10 @@ pytestmark = pytest.mark.engine  # imports vLLM
 
 
 @pytest.fixture(scope="module")
-def vllm_engine() -> Any:
-    from rose_hpc.coserve import vllm_engine
+def vllm_turn() -> Any:
+    from rose_hpc.coserve import vllm_turn
 
-    return vllm_engine
+    return vllm_turn
 
 
 def output(tokens: list[int], logprobs: list[float], versioned: int) -> Any:
@@ -32,13 +32,13 @@ def output(tokens: list[int], logprobs: list[float], versioned: int) -> Any:
     return SimpleNamespace(outputs=[completion], num_cached_tokens=None)
 
 
-def test_each_token_has_its_logprob_and_version(vllm_engine: Any) -> None:
-    result = vllm_engine._result("r", output([5, 6], [-0.1, -0.2], versioned=2))
+def test_each_token_has_its_logprob_and_version(vllm_turn: Any) -> None:
+    result = vllm_turn.result_of("r", output([5, 6], [-0.1, -0.2], versioned=2))
     assert (result.token_ids, result.logprobs, result.policy_versions) == ([5, 6], [-0.1, -0.2], [3, 3])
 
 
 @pytest.mark.parametrize(("logprobs", "versioned"), [([-0.1], 2), ([-0.1, -0.2], 1), ([], 0)])
-def test_an_answer_with_gaps_is_refused(vllm_engine: Any, logprobs: list[float], versioned: int) -> None:
+def test_an_answer_with_gaps_is_refused(vllm_turn: Any, logprobs: list[float], versioned: int) -> None:
     with pytest.raises(Refused, match="has gaps") as refused:
-        vllm_engine._result("r", output([5, 6], logprobs, versioned))
+        vllm_turn.result_of("r", output([5, 6], logprobs, versioned))
     assert refused.value.status == 500

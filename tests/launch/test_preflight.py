@@ -1,12 +1,13 @@
 """Sizing checks before the start, against hand-computed figures."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from rose_hpc.config import EngineConfig, WeightsConfig, parse
+from rose_hpc.config import ControlConfig, EngineConfig, WeightsConfig, parse
 from rose_hpc.errors import ConfigError, EnvironmentFault
 from rose_hpc.launch import preflight
 
@@ -108,3 +109,27 @@ def test_mpichs_launcher_is_told_to_let_survivors_live_and_others_are_left_alone
     other.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 5.0.1'\n")
     other.chmod(0o755)
     assert preflight.launcher_flags(str(other)) == [] == preflight.launcher_flags(str(tmp_path / "absent"))
+
+
+def test_a_run_that_borrows_needs_a_model_that_operators_can_know_and_an_engine_as_long_as_its_own(tmp_path):
+    with pytest.raises(ConfigError, match="no operator's list"):
+        parse({"steps": 1, "model": {"tiny": {}}, "borrow": {}}, "test")
+    borrows = parse({"steps": 1, "model": {"tiny": {}}, "borrow": {"model": "~/policy", "registry": "~/agents"}}, "test").borrow
+    assert borrows.model.is_absolute() and borrows.registry == Path.home() / "agents"
+    short = {"steps": 1, "model": {"tiny": {}}, "borrow": {"model": "/m", "engine": {"max_model_len": 64}}}
+    config = parse(short | {"weights": {"arena_root": str(tmp_path)}}, "test")
+    with pytest.raises(ConfigError, match=r"borrow\.engine\.max_model_len = 64"):
+        preflight.check(config)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_a_run_that_borrows_must_have_an_address(host):
+    preflight.check_reachable(ControlConfig())
+    with pytest.raises(ConfigError, match="where the run is"):
+        preflight.check_reachable(ControlConfig(host=host))
+
+
+def test_what_an_arena_takes_is_the_image_and_the_kept_deltas(tmp_path):
+    save_file({"a": np.zeros((3, 5), np.float32)}, tmp_path / "one.safetensors")
+    config = parse({"steps": 1, "model": {"tiny": {}}, "weights": {"retained_versions": 3, "wire_dtype": "bfloat16"}}, "test")
+    assert preflight.arena_bytes(config, tmp_path) == 15 * 2 * 4

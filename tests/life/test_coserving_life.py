@@ -48,7 +48,7 @@ def test_a_killed_controller_costs_no_serving_request_and_the_device_is_given_ba
     run = launched(coserving_run, run_dir, "steps=200")
     wait_for_checkpoint(run_dir, 2)
     killed_s = time.time()
-    os.kill(run.pids_of("rose_hpc.rollout.controller")[0], signal.SIGKILL)
+    os.kill(run.pids_of("rose_hpc.launch.controller_process")[0], signal.SIGKILL)
     assert run.finish(90) == 1, run.output
     assert run.wait_gone(5) == {}
     requests = Run(run_dir / "serving.h5").serving_requests

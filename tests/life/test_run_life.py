@@ -75,7 +75,7 @@ def test_a_run_killed_at_step_k_leaves_no_process_and_resumes_from_its_checkpoin
 @pytest.mark.parametrize(
     "victim",
     [
-        "rose_hpc.rollout.controller",
+        "rose_hpc.launch.controller_process",
         "rose_hpc.train.trainer",
         "rose_hpc.coserve.agent_process",
         "rose_hpc.coserve.engine",

@@ -6,7 +6,7 @@ import pytest
 from aiohttp import web
 
 from rose_hpc.http_api import Refused, authenticated_app, base_url, serving, tcp_site
-from rose_hpc.messages import AgentUp, GenerateRequest
+from rose_hpc.messages import OVER_HEADER, AgentUp, GenerateRequest, GenerateResult, encode
 from rose_hpc.rollout.client import AgentClient, ExecutorError
 
 REQUEST = GenerateRequest("r0", [1, 2], 4, 1.0, [0])
@@ -37,6 +37,44 @@ def test_a_refusal_carries_its_status_and_whom_it_speaks_against(status, is_requ
 
     error = error_of(refuse)
     assert (error.status, error.is_request_fault) == (status, is_request_fault)
+
+
+@pytest.mark.parametrize(("status", "is_over"), [(410, True), (401, True), (409, False), (503, False)])
+def test_an_agent_whose_lease_is_over_says_so(status, is_over):
+    async def refuse(request):
+        raise Refused(status, "lease 7 is over: revoked", remedy="ask for a new lease")
+
+    error = error_of(refuse)
+    assert error.is_over is is_over and error.reason == "lease 7 is over: revoked"
+
+
+def test_a_turn_that_the_end_of_a_lease_cut_short_is_no_result():
+    async def cut(request):
+        body = encode(GenerateResult("r0", [1], [-0.1], [0], "abort", abort_reason="asked"))
+        return web.Response(body=body, headers={OVER_HEADER: "revoked"})
+
+    error = error_of(cut)
+    assert error.is_over and not error.is_request_fault and "revoked" in error.reason
+
+
+@pytest.mark.parametrize(("finish_reason", "headers"), [("abort", {}), ("stop", {OVER_HEADER: "revoked"})])
+def test_other_turns_are_results_also_the_last_one_that_was_whole(finish_reason, headers):
+    result = GenerateResult("r0", [1], [-0.1], [0], finish_reason)
+
+    async def answer(request):
+        return web.Response(body=encode(result), headers=headers)
+
+    async def scenario():
+        app = authenticated_app("secret")
+        app.add_routes([web.post("/v1/executors/e0/generate", answer)])
+        async with serving(app, tcp_site("127.0.0.1", 0)) as runner:
+            client = AgentClient(AgentUp("agent-0", base_url(runner), []), "secret")
+            try:
+                return await client.generate("e0", REQUEST, 5.0)
+            finally:
+                await client.close()
+
+    assert asyncio.run(scenario()) == result
 
 
 def test_no_answer_has_no_status():

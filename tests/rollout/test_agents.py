@@ -8,8 +8,8 @@ from aiohttp import web
 
 from rose_hpc.config import ControlConfig
 from rose_hpc.errors import RunFailed
-from rose_hpc.http_api import authenticated_app, base_url, done, reply, serving, tcp_site
-from rose_hpc.messages import AgentStatus, AgentUp, DeviceSample, ExecutorInfo
+from rose_hpc.http_api import Refused, authenticated_app, base_url, done, received, reply, serving, tcp_site
+from rose_hpc.messages import AgentStatus, AgentUp, DeviceSample, ExecutorInfo, LeaseRenewal
 from rose_hpc.rollout.agents import MAX_REJOINS, Absences, AgentPool
 from rose_hpc.rollout.background import Background
 from rose_hpc.rollout.fleet import Fleet
@@ -22,11 +22,14 @@ SAMPLE = DeviceSample("gpu", 0.2, 0.7, 0.1, "test")
 
 @asynccontextmanager
 async def agent_process(name="agent-0", kind="opportunistic"):
-    """A real server that answers renewals; `seen` counts them, `offers` and `hangs` (renewals to leave unanswered) can be changed."""
-    seen = {"renewals": 0, "stopped": 0, "offers": ["e0"], "hangs": 0}
+    """A real server that answers renewals; `seen` counts; `offers`, `hangs` (renewals to leave unanswered), `over` can be changed."""
+    seen = {"renewals": 0, "stopped": 0, "offers": ["e0"], "hangs": 0, "over": False, "ttl_s": 0.0}
 
     async def lease(request: web.Request) -> web.Response:
         seen["renewals"] += 1
+        seen["ttl_s"] = (await received(request, LeaseRenewal)).ttl_s
+        if seen["over"]:
+            raise Refused(410, "lease 7 is over: pressure", remedy="ask for a new lease")
         if seen["hangs"] > 0:
             seen["hangs"] -= 1
             await asyncio.sleep(60)
@@ -39,7 +42,7 @@ async def agent_process(name="agent-0", kind="opportunistic"):
     app = authenticated_app(TOKEN)
     app.add_routes([web.post("/v1/lease", lease), web.post("/v1/stop", stop)])
     async with serving(app, tcp_site("127.0.0.1", 0)) as runner:
-        yield AgentUp(name, base_url(runner), [ExecutorInfo("e0", kind, 4, -1)]), seen
+        yield AgentUp(name, base_url(runner), [ExecutorInfo("e0", kind, 4, -1, "relay-9")]), seen
 
 
 async def until(condition, deadline_s=5):
@@ -48,11 +51,11 @@ async def until(condition, deadline_s=5):
             await asyncio.sleep(0.01)
 
 
-def pool(control=CONTROL, on_join=None):
+def pool(control=CONTROL, on_join=None, on_lost=lambda relay: None):
     events, statuses, joined = [], [], []
     fleet = Fleet(RolloutScheduler(), lambda *event: events.append(event))
     arrivals = asyncio.Queue()
-    agents = AgentPool(fleet, arrivals, TOKEN, control, Background(), on_join or joined.append, statuses.append, rejoin_s=0.1)
+    agents = AgentPool(fleet, arrivals, TOKEN, control, Background(), on_join or joined.append, statuses.append, on_lost, rejoin_s=0.1)
     return fleet, arrivals, agents, events, statuses, joined
 
 
@@ -178,5 +181,65 @@ def test_whoever_waits_for_agents_hears_at_once_that_none_can_register_any_more(
             arrivals.put_nowait(up)
             with pytest.raises(RunFailed, match="welcoming agents failed"):
                 await asyncio.wait_for(agents.wait_for("opportunistic", 2, 60), 5)
+
+    asyncio.run(scenario())
+
+
+def test_a_lease_is_renewed_for_what_it_is_worth_until_it_is_over_and_its_holder_hears_why():
+    async def scenario():
+        lost = []
+        fleet, _, agents, events, _, _ = pool(on_lost=lost.append)
+        async with agents, agent_process() as (up, seen):
+            holding = asyncio.create_task(agents.hold(up, ttl_s=2.5))
+            await until(lambda: seen["renewals"] >= 3)
+            assert list(fleet.executors) == ["e0"] and seen["ttl_s"] == 2.5
+            seen["over"] = True
+            assert await asyncio.wait_for(holding, 2) == "lease 7 is over: pressure"
+            assert not fleet.executors and events[-1] == ("executor_lost", "e0", "lease 7 is over: pressure")
+            assert lost == ["relay-9"]
+            renewals = seen["renewals"]
+            await asyncio.sleep(0.2)
+            assert seen["renewals"] == renewals
+        assert seen["stopped"] == 0  # it is the borrower's to release
+
+    asyncio.run(scenario())
+
+
+def test_whoever_holds_a_lease_and_is_cancelled_leaves_no_executor_and_no_renewal():
+    async def scenario():
+        fleet, _, agents, *_ = pool()
+        async with agents, agent_process() as (up, seen):
+            holding = asyncio.create_task(agents.hold(up, ttl_s=2.5))
+            await until(lambda: seen["renewals"] >= 1)
+            holding.cancel()
+            await asyncio.gather(holding, return_exceptions=True)
+            renewals = seen["renewals"]
+            await asyncio.sleep(0.2)
+            assert not fleet.executors and seen["renewals"] == renewals
+
+    asyncio.run(scenario())
+
+
+def test_a_short_lease_is_renewed_more_often_than_the_heartbeat():
+    async def scenario():
+        _, _, agents, *_ = pool(ControlConfig(lease_ttl_s=100, heartbeat_s=50))
+        async with agents, agent_process() as (up, seen):
+            holding = asyncio.create_task(agents.hold(up, ttl_s=0.4))
+            await until(lambda: seen["renewals"] >= 5, deadline_s=3)
+            holding.cancel()
+            await asyncio.gather(holding, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_an_agent_whose_executors_are_taken_out_again_and_again_is_renewed_no_more():
+    async def scenario():
+        fleet, _, agents, *_ = pool()
+        async with agents, agent_process() as (up, _):
+            holding = asyncio.create_task(agents.hold(up, ttl_s=5.0))
+            for _ in range(1 + MAX_REJOINS):
+                await until(lambda: "e0" in fleet.executors)
+                fleet.leave("e0", "lost too many turns")
+            assert "is of no use" in await asyncio.wait_for(holding, 5)
 
     asyncio.run(scenario())

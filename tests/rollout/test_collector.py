@@ -10,9 +10,11 @@ from rose_hpc.errors import RunFailed
 from rose_hpc.messages import GenerateResult
 from rose_hpc.rollout.client import ExecutorError
 from rose_hpc.rollout.collector import Collector, TurnForm
+from rose_hpc.rollout.envs.base import EnvFault, StepResult
 from rose_hpc.rollout.fleet import FAILURES_BEFORE_LEAVING, Executor, Fleet
+from rose_hpc.rollout.groups import RolloutBatch, new_group
 from rose_hpc.rollout.scheduler import RolloutScheduler
-from rose_hpc.rollout.step_run import MAX_TRIES
+from rose_hpc.rollout.step_run import MAX_TRIES, Turns
 from rose_hpc.rollout.trajectories import State
 
 WORDS = ["<eos>", "<obs>", "<act>", "L", "D", "R", "U", *[f"row{i}" for i in range(4)], *[f"col{i}" for i in range(4)]]
@@ -60,11 +62,34 @@ def collector_of(clients, groups=2, size=3, cap=4, max_model_len=200, lost=None)
         fleet.join(Executor(name, "dedicated", client), cap)
         fleet.ready(name, 5)
     form = TurnForm(WordTokenizer(), SamplingConfig(groups=groups, group_size=size), max_model_len, 5.0)
-    return Collector(fleet, form, EnvConfig(), size), fleet
+    return Playing(Collector(fleet, form, EnvConfig()), groups, size), fleet
 
 
-def collect(collector, groups=2, step=0):
-    return asyncio.run(asyncio.wait_for(collector.collect(step, list(range(groups))), 20))
+class Playing:
+    """A collector with groups of one size, a step's at a time."""
+
+    def __init__(self, collector, groups, size):
+        self.collector, self.groups, self.size = collector, groups, size
+
+    async def collect(self, step=0):
+        groups = [new_group(step * self.groups + i, 0, self.groups, self.size) for i in range(self.groups)]
+        self.collector.start(groups)
+        ended = [await self.collector.ended() for _ in groups]
+        assert len(set(map(id, ended))) == len(groups) and self.collector.ended_already() == []
+        return RolloutBatch(groups)
+
+
+def collect(playing, steps=1):
+    """The batches of so many steps, one after the other; the batch where it is one."""
+
+    async def scenario():
+        try:
+            return [await asyncio.wait_for(playing.collect(step), 20) for step in range(steps)]
+        finally:
+            await playing.collector.close()
+
+    batches = asyncio.run(scenario())
+    return batches if steps > 1 else batches[0]
 
 
 def test_every_trajectory_is_played_to_its_end_and_counted_once():
@@ -78,14 +103,85 @@ def test_every_trajectory_is_played_to_its_end_and_counted_once():
         and batch.new_tokens("dedicated") == 72
         and batch.new_tokens("opportunistic") == 0
     )
-    assert sorted(batch.end_s) == list(range(6)) and client.most <= 4
+    assert [sorted(group.end_s) for group in batch.groups] == [[0, 1, 2]] * 2 and client.most <= 4
 
 
-def test_a_second_step_starts_afresh():
-    collector, fleet = collector_of({"a": ScriptedClient()})
-    for step in range(2):
-        assert all(t.success for t in collect(collector, step=step).trajectories)
-    assert fleet.scheduler.snapshot(0.0).queued == 0
+def test_a_second_step_starts_afresh_and_reuses_the_environments():
+    playing, fleet = collector_of({"a": ScriptedClient()})
+    for batch in collect(playing, steps=2):
+        assert all(t.success for t in batch.trajectories)
+    assert fleet.scheduler.snapshot(0.0).queued == 0 and len(playing.collector._free) == 6
+
+
+def test_groups_may_be_started_while_others_run_and_each_is_given_back_once():
+    client = ScriptedClient(delay_s=lambda: 0.001)
+
+    async def scenario():
+        playing, fleet = collector_of({"a": client}, cap=4)
+        groups = [new_group(serial, 0, 2, 3) for serial in range(6)]
+        ended = []
+        for group in groups:
+            playing.collector.start([group])
+            await asyncio.sleep(0.003)
+            ended += playing.collector.ended_already()
+        while len(ended) < 6:
+            ended.append(await asyncio.wait_for(playing.collector.ended(), 20))
+        assert sorted(g.serial for g in ended) == list(range(6)) and all(len(g.turns) == 18 for g in groups)
+        assert {turn.trajectory for turn in groups[5].turns} == {0, 1, 2}
+        return fleet.scheduler.snapshot(0.0)
+
+    assert asyncio.run(scenario()).executors[0].in_flight == 0 and client.most <= 4
+
+
+def test_trajectories_that_had_ended_stay_as_they_are_and_only_the_others_are_played():
+    client = ScriptedClient()
+
+    async def scenario():
+        playing, _ = collector_of({"a": client})
+        over, half = new_group(0, 0, 2, 3), new_group(1, 0, 2, 3)
+        for trajectory in [*over.trajectories, half.trajectories[1]]:
+            trajectory.fail("earlier")
+        playing.collector.start([over, half])
+        return [await asyncio.wait_for(playing.collector.ended(), 20) for _ in range(2)]
+
+    first, second = asyncio.run(scenario())
+    assert (first.serial, second.serial) == (0, 1)
+    assert [t.state for t in second.trajectories] == [State.DONE, State.FAILED, State.DONE]
+    assert {r.rsplit(".", 2)[0] for r in client.requests} == {"p1.0", "p1.2"}
+
+
+class FaultyEnv:
+    """Raises EnvFault where it is told to; else an episode of one turn."""
+
+    def __init__(self, at):
+        self.at = at
+
+    async def reset(self, seed):
+        if self.at == "reset":
+            raise EnvFault("hung at its start")
+        return "<obs>"
+
+    async def step(self, action):
+        if self.at == "step":
+            raise EnvFault("died")
+        return StepResult("<obs>", 1.0, True, True)
+
+
+def test_an_environment_that_fails_costs_its_own_trajectory_only():
+    envs = iter([FaultyEnv("reset"), FaultyEnv(""), FaultyEnv("step"), FaultyEnv("")])
+    free = []
+
+    async def scenario():
+        _, fleet = collector_of({"a": ScriptedClient()})
+        turns = Turns(fleet, TurnForm(WordTokenizer(), SamplingConfig(), 200, 5.0), lambda: next(envs), free.append)
+        turns.start([new_group(0, 0, 1, 4)])
+        group = await asyncio.wait_for(turns.ended(), 20)
+        assert fleet.scheduler.snapshot(0.0).queued == 0
+        return group
+
+    group = asyncio.run(scenario())
+    assert [t.failure for t in group.trajectories] == ["hung at its start", None, "died", None]
+    assert [t.state for t in group.trajectories] == [State.FAILED, State.DONE] * 2 and len(free) == 4
 
 
 def test_lost_and_aborted_turns_are_tried_again_under_new_ids_without_losing_tokens():
@@ -101,7 +197,7 @@ def test_lost_and_aborted_turns_are_tried_again_under_new_ids_without_losing_tok
 
     client = ScriptedClient(behave)
     collector, _ = collector_of({"a": client, "b": ScriptedClient()}, groups=4, size=4)
-    batch = collect(collector, groups=4)
+    batch = collect(collector)
     lost = sum(t.turns_lost for t in batch.trajectories)
     assert lost > 0 and len(client.requests) == len(set(client.requests))
     done = [t for t in batch.trajectories if t.state is State.DONE]
@@ -121,7 +217,7 @@ def test_an_executor_that_keeps_failing_is_taken_out_and_its_turns_go_elsewhere(
 def test_without_any_executor_left_the_step_fails_instead_of_waiting_for_ever():
     collector, _ = collector_of({"a": ScriptedClient(fail)}, groups=4, size=8)
     with pytest.raises(RunFailed, match="no executor"):
-        collect(collector, groups=4)
+        collect(collector)
 
 
 def test_executors_behind_the_required_version_are_an_error_not_a_hang():
@@ -133,7 +229,7 @@ def test_executors_behind_the_required_version_are_an_error_not_a_hang():
 
 def test_a_turn_that_fails_every_time_costs_its_own_trajectory_only():
     def behave(request, result):
-        if request.request_id.startswith("s0.2."):
+        if request.request_id.startswith("p0.2."):
             raise ExecutorError("this one never works")
         return result
 
@@ -142,12 +238,14 @@ def test_a_turn_that_fails_every_time_costs_its_own_trajectory_only():
     batch = collect(collector)
     states = [t.state for t in batch.trajectories]
     assert states[2] is State.FAILED and states.count(State.DONE) == 5
-    assert sum(r.startswith("s0.2.") for r in client.requests) == MAX_TRIES
+    assert sum(r.startswith("p0.2.") for r in client.requests) == MAX_TRIES
 
 
 def test_a_request_that_cannot_be_run_fails_its_trajectory_at_once_and_nobody_is_blamed():
+    unrunnable = ("p0.", "p1.0.")
+
     def behave(request, result):
-        if int(request.request_id.split(".")[1]) < 4:
+        if request.request_id.startswith(unrunnable):
             raise ExecutorError("refused", status=400, got="400: prompt and answer do not fit")
         return result
 
@@ -155,19 +253,19 @@ def test_a_request_that_cannot_be_run_fails_its_trajectory_at_once_and_nobody_is
     collector, _ = collector_of({"a": client}, lost=lost)
     batch = collect(collector)
     assert [t.state for t in batch.trajectories] == [State.FAILED] * 4 + [State.DONE] * 2 and not lost
-    assert sum(int(r.split(".")[1]) < 4 for r in client.requests) == 4  # no second try
+    assert sum(r.startswith(unrunnable) for r in client.requests) == 4  # no second try
     assert "400" in batch.trajectories[0].failure
 
 
 def test_turns_that_break_whoever_samples_them_take_no_executor_out():
     def behave(request, result):
-        if request.request_id.startswith("s0."):
+        if request.request_id.startswith("p0."):
             raise ExecutorError("no answer")
         return result
 
     lost = []
     collector, _ = collector_of({"a": ScriptedClient(behave)}, groups=1, size=2, lost=lost)
-    steps = [collect(collector, groups=1, step=step) for step in range(2)]
+    steps = collect(collector, steps=2)
     assert [t.state for b in steps for t in b.trajectories] == [State.FAILED] * 2 + [State.DONE] * 2 and not lost
 
 
@@ -229,7 +327,7 @@ def test_an_executor_that_becomes_ready_in_the_middle_of_a_step_takes_part_at_on
 
     async def scenario():
         collector, fleet = collector_of({"slow": slow}, groups=4, size=8, cap=2)
-        step = asyncio.create_task(collector.collect(0, [0, 1, 2, 3]))
+        step = asyncio.create_task(collector.collect())
         await asyncio.sleep(0.03)
         fleet.join(Executor("late", "opportunistic", late), 8)
         await asyncio.sleep(0.01)
@@ -247,7 +345,7 @@ def test_an_executor_that_leaves_in_the_middle_of_a_step_costs_no_trajectory():
 
     async def scenario():
         collector, fleet = collector_of({"going": going, "staying": staying}, groups=4, size=4, cap=8)
-        step = asyncio.create_task(collector.collect(0, [0, 1, 2, 3]))
+        step = asyncio.create_task(collector.collect())
         await asyncio.sleep(0.03)
         fleet.leave("going", "revoked")
         return await asyncio.wait_for(step, 20)

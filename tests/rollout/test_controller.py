@@ -9,6 +9,7 @@ import pytest
 
 from rose_hpc.config import load
 from rose_hpc.control import ADDRESS_FILE, make_token, read_address
+from rose_hpc.errors import RunFailed
 from rose_hpc.messages import TOKEN_HEADER, Command, Stop, Stopped, WorkerUp, decode, encode
 from rose_hpc.metrics.run import Run
 from rose_hpc.models.tokenizer import make_tokenizer
@@ -67,3 +68,39 @@ def test_a_second_signal_during_the_clean_up_does_not_cost_the_last_words_of_the
         assert list(Run(spec.run_dir).events["kind"]) == ["run_started", "run_failed"]
 
     asyncio.run(scenario())
+
+
+def test_who_borrows_for_the_run_works_beside_it_and_is_ended_before_the_record_is_closed(spec):
+    make_token(spec.control_dir)
+    seen = []
+
+    async def borrow(executors, url):
+        seen.append((executors.names().relay, url))
+        try:
+            await asyncio.sleep(60)
+        finally:
+            executors.on_event("lease_over", "op", "the run gives it back")
+
+    async def scenario():
+        run = asyncio.create_task(Controller(spec, borrow).run())
+        url = await address_of(spec.control_dir)
+        async with asyncio.timeout(10):
+            while not seen:
+                await asyncio.sleep(0.01)
+        assert seen == [("relay-2", url)]  # the first name that no relay of the run has
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(run, 20)
+
+    asyncio.run(scenario())
+    assert list(Run(spec.run_dir).events["kind"]) == ["run_started", "lease_over", "run_failed"]
+
+
+def test_a_bug_in_borrowing_ends_the_run_with_its_reason(spec):
+    make_token(spec.control_dir)
+
+    async def borrow(executors, url):
+        raise ValueError("a bug")
+
+    with pytest.raises(RunFailed, match="borrowing failed"):
+        asyncio.run(asyncio.wait_for(Controller(spec, borrow).run(), 20))

@@ -6,7 +6,7 @@ import pytest
 
 from rose_hpc.errors import DigestMismatch, TransferTimeout
 from rose_hpc.messages import RelayAddress, VersionFetched, WorkerUp
-from rose_hpc.rollout.distribution import Distribution
+from rose_hpc.rollout.distribution import SILENT_S, Distribution
 from rose_hpc.rollout.known_arenas import Place
 from rose_hpc.rollout.published import Published
 from rose_hpc.rollout.workers import NoReply
@@ -30,10 +30,14 @@ class ScriptedRelays:
 
     def __init__(self):
         self.greetings = {name: hello() for name in PLACES}
-        self.orders, self.script = [], {}
+        self.orders, self.script, self.forgotten = [], {}, []
 
     def greeting(self, name):
         return self.greetings.get(name)
+
+    def forget(self, name, silent_s=0.0):
+        self.forgotten.append((name, silent_s))
+        self.greetings.pop(name, None)
 
     async def call(self, ids, command, kind, deadline_s):
         (sink,) = ids
@@ -279,3 +283,33 @@ def test_no_sink_learns_a_secret_or_another_sinks_key():
     seen = {sink: {m.name: m.address.key for m in order.members} for sink, order in relays.orders}
     assert seen["relay-1"]["relay-0"] == key_for(bytes(32), "relay-1") != seen["relay-2"]["relay-0"]
     assert all(key != bytes(32) for keys in seen.values() for key in keys.values())
+
+
+def test_a_relay_that_joins_in_the_middle_gets_a_keyframe_from_a_neighbour_and_then_deltas_until_it_is_forgotten():
+    relays, rows, d = distribution()
+    for version in range(3):
+        d.publish(published(version, base=KEYFRAME if version == 0 else None))
+        bring(d, version)
+    d.expect("relay-9", Place("lent", "gpu-17", feeds="opportunistic"))
+    assert d.sinks("opportunistic") == ["relay-3", "relay-9"] and not d.is_up("relay-9")
+    relays.greetings["relay-9"] = hello()
+    relays.orders.clear()
+    bring(d, 2, ["relay-9"])
+    d.publish(published(3))
+    bring(d, 3, ["relay-1", "relay-2"])
+    bring(d, 3, ["relay-9"])
+    assert [s for s in stages(relays) if s[0] == "relay-9"] == [("relay-9", 2, -1), ("relay-9", 3, 2)]
+    assert all({m.name for m in order.members if m.holds} == {"relay-1", "relay-2"} for sink, order in relays.orders if sink == "relay-9")
+    d.forget("relay-9")
+    assert d.sinks("opportunistic") == ["relay-3"] and d.holds("relay-9") == -1 and not d.is_up("relay-9")
+    assert relays.forgotten == [("relay-9", 0.0)] and rows.events() == []
+    assert PLACES.keys() == {"relay-0", "relay-1", "relay-2", "relay-3"}  # the caller's own is left alone
+
+
+def test_a_relay_whose_agent_is_gone_is_only_forgotten_when_it_has_been_silent_and_may_come_back():
+    relays, _, d = distribution()
+    d.lost("relay-3")
+    assert relays.forgotten == [("relay-3", SILENT_S)] and SILENT_S > 0
+    assert "relay-3" in d.sinks("opportunistic") and not d.is_up("relay-3")
+    relays.greetings["relay-3"] = hello()
+    assert d.is_up("relay-3")

@@ -1,15 +1,15 @@
-"""The training loop over scripted parts: what cannot be trained on, or is not recorded, ends the run."""
+"""The training loop over scripted parts: what it trains on in each mode, what it checkpoints, and what ends the run."""
 
 import asyncio
 
 import pytest
+from scripted_groups import ScriptedCollector, play
 
 from rose_hpc.config import SamplingConfig, TrainConfig
 from rose_hpc.errors import RunFailed
-from rose_hpc.messages import CheckpointSaved
+from rose_hpc.messages import CheckpointSaved, SaveCheckpoint, StepTrained, TrainStep, unpack_rows
 from rose_hpc.rollout.run_loop import LoopParts, Progress, RunLoop
-from rose_hpc.rollout.step_run import RolloutBatch
-from rose_hpc.rollout.trajectories import Trajectory
+from rose_hpc.rollout.saved_rollouts import RolloutFiles
 from rose_hpc.rollout.versions import SyncResult
 
 
@@ -22,73 +22,272 @@ class Metrics:
     def record(self, table, **row):
         self.rows.append((table, row))
 
+    def table(self, name):
+        return [row for table, row in self.rows if table == name]
+
     def events(self, kind):
-        return [(r["subject"], r["detail"]) for t, r in self.rows if t == "events" and r["kind"] == kind]
+        return [(r["subject"], r["detail"]) for r in self.table("events") if r["kind"] == kind]
 
 
 class Workers:
+    """Trainers that note what they are told. while_training: called in the middle of each training step."""
+
+    def __init__(self, logprob_diff=1e-5, while_training=lambda: None, on_save=lambda step: None):
+        self.logprob_diff, self.while_training, self.on_save = logprob_diff, while_training, on_save
+        self.trained, self.saved = [], []
+
     async def call(self, ids, command, kind, deadline_s):
-        assert kind is CheckpointSaved  # every step here is without a signal
-        return {w: CheckpointSaved(1, 0.1) for w in ids}
+        message = command(1)
+        if isinstance(message, SaveCheckpoint):
+            self.on_save(message.step)
+            self.saved.append((message.step, message.version))
+            return {w: CheckpointSaved(message.step, 0.1) for w in ids}
+        assert isinstance(message, TrainStep) and kind is StepTrained
+        self.trained.append(unpack_rows(message.rows))
+        self.while_training()
+        await asyncio.sleep(0)
+        return {w: StepTrained(0.1, 1e-6, 1.0, 0.0, self.logprob_diff, 1.0, 4, 0.5) for w in ids}
 
 
-class Collector:
-    """Four trajectories a step; those in `failures` fail for that reason, the others are solved."""
+class Run:
+    """One run over scripted groups; `version` is what serves."""
 
-    def __init__(self, failures, after_step=lambda step: None):
-        self.failures, self.after_step, self.steps = failures, after_step, 0
+    def __init__(self, folder, sampling, collector=None, workers=None, steps=3, checkpoint_every=10):
+        self.metrics, self.version = Metrics(), -1
+        self.collector = collector or ScriptedCollector()
+        self.workers = workers or Workers()
+        parts = LoopParts(
+            self.workers, ["trainer-0"], self.collector, self._deliver, self.metrics, Progress(), RolloutFiles(folder / "rollouts", 2)
+        )
+        self.loop = RunLoop(parts, 0, steps, sampling, TrainConfig(checkpoint_every=checkpoint_every))
 
-    async def collect(self, step, seeds):
-        self.steps += 1
-        trajectories = [Trajectory(f"s{step}.{i}", 0, i) for i in range(4)]
-        for i, trajectory in enumerate(trajectories):
-            trajectory.open([1])
-            if i in self.failures:
-                trajectory.fail(self.failures[i])
-                continue
-            trajectory.start_turn("a", trajectory.next_request_id())
-            trajectory.turn_sampled([1], [-0.1], [0])
-            trajectory.finish(1.0, True)
-        self.after_step(step)
-        return RolloutBatch(trajectories, end_s=dict.fromkeys(range(4), 0.0))
+    async def _deliver(self, version):
+        self.version = version
+        return SyncResult(version, 1, 5, 0.25)
 
-
-def run_with(collector, metrics, steps=3):
-    async def deliver(version):
-        return SyncResult(version, 1, 0, 0.0)
-
-    parts = LoopParts(Workers(), ["trainer-0"], collector, deliver, metrics, Progress())
-    loop = RunLoop(parts, 0, steps, SamplingConfig(groups=1, group_size=4), TrainConfig())
-    asyncio.run(asyncio.wait_for(loop.run(0, 0), 20))
+    def go(self, first_step=0, version=0):
+        asyncio.run(asyncio.wait_for(self.loop.run(first_step, version), 20))
+        return self
 
 
-def test_failed_trajectories_are_recorded_by_reason_and_the_run_goes_on():
-    metrics, collector = (
-        Metrics(),
-        Collector({0: "the context is full", 1: "the context is full", 3: "no answer\n  got: TimeoutError()\n  x"}),
-    )
-    run_with(collector, metrics, steps=2)
-    assert collector.steps == 2
-    assert metrics.events("trajectories_failed") == [("the context is full", "2"), ("no answer got: TimeoutError()", "1")] * 2
+def grpo(**settings):
+    return SamplingConfig(groups=1, group_size=4, **settings)
 
 
-def test_a_step_of_which_every_trajectory_failed_ends_the_run_and_names_the_most_common_reason():
-    metrics = Metrics()
-    collector = Collector({0: "no answer", 1: "the context is full", 2: "the context is full", 3: "the context is full"})
+def failing(failures):
+    """Trajectories in `failures` fail for that reason, the others are solved."""
+
+    def auto(group):
+        for index, trajectory in enumerate(group.trajectories):
+            if index in failures:
+                trajectory.fail(failures[index])
+                group.end_s[index] = 0.0
+            else:
+                play(group, index, 1.0)
+
+    return auto
+
+
+def winning(run_of):
+    """Of each group the first trajectory wins, the others lose; the tokens are of the version that serves."""
+
+    def auto(group):
+        for index in range(len(group.trajectories)):
+            play(group, index, float(index == 0), (run_of().version,) * 2)
+
+    return auto
+
+
+# ── what ends the run ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_failed_trajectories_are_recorded_by_reason_and_the_run_goes_on(tmp_path):
+    reasons = {0: "the context is full", 1: "the context is full", 3: "no answer\n  got: TimeoutError()\n  x"}
+    run = Run(tmp_path, grpo(), ScriptedCollector(failing(reasons)), steps=2).go()
+    assert run.metrics.events("trajectories_failed") == [("the context is full", "2"), ("no answer got: TimeoutError()", "1")] * 2
+    assert run.collector.closed and not run.workers.trained
+
+
+def test_a_step_of_which_every_trajectory_failed_ends_the_run_and_names_the_most_common_reason(tmp_path):
+    reasons = {0: "no answer", 1: "the context is full", 2: "the context is full", 3: "the context is full"}
+    run = Run(tmp_path, grpo(), ScriptedCollector(failing(reasons)))
     with pytest.raises(RunFailed, match="every trajectory of step 0 failed") as failure:
-        run_with(collector, metrics)
-    assert "3 times: the context is full" in str(failure.value) and len(metrics.events("trajectories_failed")) == 2
+        run.go()
+    assert "3 times: the context is full" in str(failure.value) and len(run.metrics.events("trajectories_failed")) == 2
+    assert run.collector.closed
 
 
-def test_a_metrics_writer_that_failed_ends_the_run_after_the_step():
-    metrics = Metrics()
-    collector = Collector({}, lambda step: setattr(metrics, "failed", "ended with status 1: No space left") if step == 1 else None)
+def test_a_metrics_writer_that_failed_ends_the_run_after_the_step(tmp_path):
+    run = Run(tmp_path, grpo(), steps=3)
+
+    def auto(group):
+        failing({})(group)
+        if group.serial == 1:
+            run.metrics.failed = "ended with status 1: No space left"
+
+    run.collector.auto = auto
     with pytest.raises(RunFailed, match="the metrics writer failed") as failure:
-        run_with(collector, metrics)
-    assert "No space left" in str(failure.value) and collector.steps == 2
+        run.go()
+    assert "No space left" in str(failure.value) and len(run.collector.started) == 2
 
 
-def test_rows_that_were_dropped_end_the_run_after_the_step():
-    metrics = Metrics()
+def test_rows_that_were_dropped_end_the_run_after_the_step(tmp_path):
+    run = Run(tmp_path, grpo(), ScriptedCollector(failing({})))
+    run.metrics.dropped = 7
     with pytest.raises(RunFailed, match="7 rows dropped"):
-        run_with(Collector({}, lambda step: setattr(metrics, "dropped", 7)), metrics)
+        run.go()
+
+
+# ── what it trains on ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_step_without_a_signal_is_skipped_and_gives_no_version(tmp_path):
+    run = Run(tmp_path, grpo(), ScriptedCollector(failing({})), steps=2).go()
+    assert not run.workers.trained and run.version == 0
+    assert [(r["skipped"], r["policy_version"]) for r in run.metrics.table("steps")] == [(1, 0), (1, 0)]
+
+
+def test_grpo_trains_on_every_trajectory_of_the_step_and_nothing_runs_meanwhile(tmp_path):
+    run = Run(tmp_path, SamplingConfig(groups=2, group_size=3), steps=3)
+    run.collector.auto = winning(lambda: run)
+    run.workers.while_training = lambda: running.append(len(run.collector.running))
+    running = []
+    run.go()
+    assert [len(rows) for rows in run.workers.trained] == [6, 6, 6] and running == [0, 0, 0] and run.version == 3
+    assert [r["group"] for r in run.metrics.table("trajectories")] == [0, 0, 0, 1, 1, 1] * 3
+    assert [r["trajectory"] for r in run.metrics.table("turns")] == list(range(6)) * 3
+    assert not run.metrics.events("sampling")
+
+
+def test_dapo_trains_on_groups_with_variance_only_and_success_counts_all(tmp_path):
+    run = Run(tmp_path, SamplingConfig(mode="dapo", groups=2, group_size=2, oversample_frac=1.0), steps=1)
+
+    def auto(group):
+        rewards = [(1, 1), (1, 1), (1, 0), (0, 1)][group.serial]
+        for index, reward in enumerate(rewards):
+            play(group, index, reward)
+
+    run.collector.auto = auto
+    run.go()
+    (rows,) = run.workers.trained
+    assert len(rows) == 4 and all(row.advantage != 0 for row in rows)
+    (step,) = run.metrics.table("steps")
+    assert (step["trajectories"], step["success_frac"], step["dead_groups_frac"]) == (8, 0.75, 0.5)
+    ((_, detail),) = run.metrics.events("sampling")
+    assert detail.startswith(
+        "4 prompts started; 2 groups taken, 0 stale trajectories of them not; 2 groups without variance and 0 stale dropped"
+    )
+
+
+def test_async_trains_while_rollouts_go_on_and_never_on_what_is_too_old(tmp_path):
+    """η = 1, two groups a step. Odd prompts end while the trainer trains; prompt 1 is slow, and ends three versions late."""
+    run = Run(tmp_path, SamplingConfig(mode="async", groups=2, group_size=2, max_staleness=1), steps=5)
+    at_start, running = {}, []
+
+    def auto(group):
+        at_start[group.serial] = run.version
+        if group.serial % 2 == 0:
+            end(group)
+
+    def end(group):
+        for index in range(2):
+            play(group, index, float(index == 0), (at_start[group.serial], run.version))
+
+    def while_training():
+        running.append(len(run.collector.running))
+        for group in run.collector.running:
+            if group.serial != 1 or run.version >= 3:
+                end(group)
+                run.collector.over.append(group)
+
+    run.collector.auto = auto
+    run.workers.while_training = while_training
+    run.go()
+    assert all(count > 0 for count in running) and run.version == 5
+    assert [len(rows) for rows in run.workers.trained] == [4] * 5
+    details = [detail for _, detail in run.metrics.events("sampling")]
+    assert sum("1 stale dropped" in d for d in details) == 1
+    most = [int(d.rsplit(" most", 1)[0].rsplit(" ", 1)[1]) for d in details]
+    assert max(most) == 1
+    seen = [(r["step"], r["group"]) for r in run.metrics.table("trajectories")]
+    assert len(seen) == 2 * len(set(seen))  # each group once, with its two trajectories
+
+
+def test_a_stale_trajectory_of_a_group_that_is_fresh_is_not_trained_on(tmp_path):
+    run = Run(tmp_path, SamplingConfig(mode="async", groups=1, group_size=3, max_staleness=0), steps=2)
+
+    def auto(group):
+        for index in range(3):
+            behind = index == 2 and run.version > 0
+            play(group, index, float(index == 0), (run.version - behind, run.version))
+
+    run.collector.auto = auto
+    run.go()
+    assert [len(rows) for rows in run.workers.trained] == [3, 2]
+    details = [detail for _, detail in run.metrics.events("sampling")]
+    assert "1 groups taken, 1 stale trajectories of them not" in details[1] and details[1].endswith("staleness 0.00 mean, 0 most")
+
+
+def test_a_dapo_step_that_found_nothing_to_learn_from_is_skipped_and_says_so(tmp_path):
+    run = Run(tmp_path, SamplingConfig(mode="dapo", groups=2, group_size=2, oversample_frac=0.5, max_rounds=2), steps=1)
+    run.collector.auto = lambda group: [play(group, index, 1.0) for index in range(2)]
+    run.go()
+    ((_, detail),) = run.metrics.events("sampling")
+    assert detail.startswith("6 prompts started; 0 groups taken, 0 stale trajectories of them not; 6 groups without variance")
+    (step,) = run.metrics.table("steps")
+    assert (step["skipped"], step["trajectories"], step["success_frac"], run.version) == (1, 12, 1.0, 0)
+
+
+# ── the alarm ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("difference", "alarms"), [(0.19, 0), (0.3, 2)])
+def test_a_mismatch_of_logprobs_above_the_threshold_is_an_event(tmp_path, difference, alarms):
+    run = Run(tmp_path, grpo(), workers=Workers(difference), steps=2)
+    run.collector.auto = winning(lambda: run)
+    run.go()
+    events = run.metrics.events("logprob_mismatch")
+    assert len(events) == alarms
+    assert all(e == (f"step {i}", "mean |trainer − engine| 0.3 nat, alarm above 0.2") for i, e in enumerate(events))
+    assert [r["logprob_diff_mean"] for r in run.metrics.table("steps")] == [difference] * 2
+
+
+# ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_rollouts_lie_complete_before_the_trainers_begin_their_checkpoint(tmp_path):
+    seen = []
+    workers = Workers(on_save=lambda step: seen.append(RolloutFiles(tmp_path / "rollouts", 2).load(step).next_serial))
+    run = Run(tmp_path, grpo(), workers=workers, steps=4, checkpoint_every=2)
+    run.collector.auto = winning(lambda: run)
+    run.go()
+    assert workers.saved == [(2, 2), (4, 4)] and seen == [2, 4]
+
+
+def test_a_resumed_run_sees_the_prompts_that_it_would_have_seen(tmp_path):
+    def seeds(first, steps, version=0):
+        run = Run(tmp_path, SamplingConfig(groups=2, group_size=2), steps=steps, checkpoint_every=2)
+        run.collector.auto = winning(lambda: run)
+        run.go(first, version)
+        return [group.seed for group in run.collector.started]
+
+    whole = seeds(0, 4)
+    assert seeds(2, 4, version=2) == whole[4:]
+
+
+def test_an_async_run_resumes_with_what_was_ready_and_starts_again_what_was_in_flight(tmp_path):
+    setting = SamplingConfig(mode="async", groups=2, group_size=2, max_staleness=1)
+    first = Run(tmp_path, setting, steps=1, checkpoint_every=1)
+    first.collector.auto = lambda group: winning(lambda: first)(group) if group.serial < 3 else None
+    first.go()
+    second = Run(tmp_path, setting, steps=2, checkpoint_every=1)
+    second.collector.auto = winning(lambda: second)
+    second.go(first_step=1, version=1)
+    assert [g.serial for g in second.collector.started] == [3, 4, 5]
+    assert [len(rows) for rows in second.workers.trained] == [4]  # groups 2, sampled before, and 3
+    assert {r["step"] for r in second.metrics.table("trajectories")} == {1}
+
+
+def test_a_checkpoint_without_its_rollouts_is_refused(tmp_path):
+    with pytest.raises(RunFailed, match="rollouts of the checkpoint at step 1 cannot be read"):
+        Run(tmp_path, grpo(), steps=2).go(first_step=1, version=1)

@@ -104,6 +104,18 @@ def test_a_lost_turn_keeps_all_tokens_and_is_retried_under_a_new_request_id():
     assert trajectory.next_request_id() == "s0.g1.2.1.0"
 
 
+def test_a_turn_that_left_with_its_executor_has_a_new_request_id_and_no_fault():
+    trajectory = trajectory_in(State.IN_FLIGHT)
+    trajectory.turn_lost("the lease is over", blamed=False)
+    assert (trajectory.tries, trajectory.faults, trajectory.next_request_id()) == (1, 0, "s0.g1.2.0.1")
+    trajectory.start_turn("engine-1", "s0.g1.2.0.1")
+    trajectory.turn_lost("timed out")
+    assert (trajectory.tries, trajectory.faults) == (2, 1)
+    trajectory.start_turn("engine-1", "s0.g1.2.0.2")
+    trajectory.turn_sampled([3], [-0.5], [0])
+    assert (trajectory.tries, trajectory.faults) == (0, 0)
+
+
 def test_a_turn_under_a_used_request_id_is_refused():
     trajectory = trajectory_in(State.IN_FLIGHT)
     trajectory.turn_lost("timed out")

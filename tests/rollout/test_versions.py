@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from rose_hpc.errors import DigestMismatch, RoseError, RunFailed, TransferTimeout
+from rose_hpc.errors import DigestMismatch, RoseError, RunFailed, TransferTimeout, UsageError
 from rose_hpc.messages import UpdateResult, VersionWritten
 from rose_hpc.rollout.background import Background
 from rose_hpc.rollout.client import ExecutorError
@@ -193,7 +193,7 @@ def test_training_does_not_wait_for_a_slow_opportunistic_arena_which_skips_what_
 def test_an_opportunistic_arena_that_cannot_be_reached_is_tried_again_and_costs_the_run_nothing():
     async def scenario():
         delivery, fleet, rows, distribution = delivery_over(Agent(), Agent())
-        failures = [TransferTimeout("silent"), DigestMismatch("damaged")]
+        failures = [TransferTimeout("silent"), DigestMismatch("damaged"), UsageError("a relay of another owner says so")]
 
         async def failing(relay, version):
             if relay == "relay-2" and failures:
@@ -203,11 +203,11 @@ def test_an_opportunistic_arena_that_cannot_be_reached_is_tried_again_and_costs_
         distribution.up.discard("relay-2")
         await delivery.deliver(0)
         await asyncio.sleep(0.1)
-        assert eligible(fleet) == {"own"} and len(failures) == 2
+        assert eligible(fleet) == {"own"} and len(failures) == 3
         distribution.up.add("relay-2")
-        await asyncio.sleep(2.0)
+        await asyncio.sleep(2.5)
         assert eligible(fleet) == {"own", "lent"}
-        assert [r["subject"] for t, r in rows if t == "events" and r["kind"] == "arena_late"] == ["relay-2"] * 2
+        assert [r["subject"] for t, r in rows if t == "events" and r["kind"] == "arena_late"] == ["relay-2"] * 3
         await delivery.close()
 
     asyncio.run(scenario())

@@ -6,7 +6,7 @@ import pytest
 
 from rose_hpc.errors import RunFailed, UsageError
 from rose_hpc.messages import CheckpointSaved, PublishVersion, Stop, VersionWritten, WorkerFailed, WorkerUp
-from rose_hpc.rollout.workers import WorkerPool
+from rose_hpc.rollout.workers import NoReply, WorkerPool
 
 WRITTEN = VersionWritten(version=3, digest=1, shard_bytes=4, write_s=0.1, base=2, streams={0: 4})
 
@@ -120,6 +120,38 @@ def test_a_failure_that_was_reported_outside_of_any_call_fails_the_next_call_at_
         pool.take_reply("trainer-0", -1, WorkerFailed("the lease has expired"))
         with pytest.raises(RunFailed, match="the lease has expired"):
             await asyncio.wait_for(pool.call(["trainer-0"], publish, VersionWritten, 60), 1)
+
+    asyncio.run(scenario())
+
+
+def test_whoever_waits_for_a_worker_that_is_forgotten_hears_so_at_once_and_it_can_be_asked_no_more():
+    async def scenario():
+        pool = pool_of("relay-9")
+        call = asyncio.create_task(pool.call(["relay-9"], publish, VersionWritten, 60))
+        await asyncio.sleep(0)
+        pool.forget("relay-9")
+        pool.forget("relay-9")
+        with pytest.raises(NoReply, match="relay-9 is gone"):
+            await asyncio.wait_for(call, 1)
+        assert pool.greeting("relay-9") is None
+        with pytest.raises(KeyError):
+            await pool.next_command("relay-9", 0.01)
+        with pytest.raises(NoReply, match="gone"):
+            await asyncio.wait_for(pool.call(["relay-9"], publish, VersionWritten, 60), 1)
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_has_been_heard_of_lately_is_not_taken_for_gone():
+    async def scenario():
+        pool = pool_of("relay-9")
+        await asyncio.sleep(0.1)
+        await pool.next_command("relay-9", 0.01)
+        pool.forget("relay-9", silent_s=0.1)
+        assert pool.greeting("relay-9") is not None
+        await asyncio.sleep(0.15)
+        pool.forget("relay-9", silent_s=0.1)
+        assert pool.greeting("relay-9") is None
 
     asyncio.run(scenario())
 

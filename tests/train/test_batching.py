@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rose_hpc.errors import ControlError
 from rose_hpc.messages import Row
-from rose_hpc.train.batching import check_rows, has_signal, loss_tokens, pack, pad, plan_step, share_out
+from rose_hpc.train.batching import Totals, check_rows, has_signal, pack, pad, plan_step, share_out, totals_of
 
 lengths_of_rows = st.lists(st.integers(1, 60), max_size=40)
 settings = st.fixed_dictionaries(
@@ -90,7 +90,7 @@ def test_padding_and_a_lone_token_still_have_a_token_to_predict(rows: list[Row])
 
 
 def test_tokens_and_signal_are_counted_over_what_was_sampled() -> None:
-    assert loss_tokens([row([1, 2, 3], [0, 1, 1]), row([1, 2], [0, 0])]) == 2
+    assert totals_of([row([1, 2, 3], [0, 1, 1]), row([1, 2], [0, 0])]) == Totals(trajectories=2, tokens=2)
     assert has_signal([row([1, 2], [0, 1], advantage=-0.1)])
     assert not has_signal([row([1, 2], [0, 1], advantage=0.0), row([1, 2], [0, 0], advantage=1.0)])
 

@@ -14,23 +14,24 @@ from two_ranks import LENGTHS
 from rose_hpc.config import TrainConfig
 from rose_hpc.errors import ControlError, RunFailed
 from rose_hpc.messages import Row
-from rose_hpc.train.batching import loss_tokens, plan_step
+from rose_hpc.train.batching import plan_step, totals_of
 from rose_hpc.train.learner import Learner, clip_gradients, learning_rate, set_hyperparameters
 from rose_hpc.train.loss import token_logprobs
 
 
-def gradient_of(micro_batch_tokens: int) -> dict[str, torch.Tensor]:
+def gradient_of(micro_batch_tokens: int, loss_type: str) -> dict[str, torch.Tensor]:
     """Gradient of one minibatch over rows of mixed length, cut into micro-batches of that size."""
-    learner, rows = tiny_learner(0, 1), tiny_rows(LENGTHS)
+    learner, rows = tiny_learner(0, 1, loss_type=loss_type, dr_grpo_tokens=10), tiny_rows(LENGTHS)
     lengths = [len(r.token_ids) for r in rows]
     (minibatch,) = plan_step(lengths, ranks=1, minibatches=1, micro_batch_tokens=micro_batch_tokens, seed=(0,))
     batches = learner.score(minibatch, rows, torch.zeros(3, dtype=torch.float64))
-    learner.accumulate(batches, loss_tokens(rows))
+    learner.accumulate(batches, totals_of(rows))
     return local_gradients(learner.policy)
 
 
-def test_micro_batch_size_does_not_change_the_gradient(alone: None) -> None:
-    whole, cut = gradient_of(100_000), gradient_of(20)
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+def test_micro_batch_size_does_not_change_the_gradient(alone: None, loss_type: str) -> None:
+    whole, cut = gradient_of(100_000, loss_type), gradient_of(20, loss_type)
     scale = max(g.abs().max() for g in whole.values())
     for name, gradient in whole.items():
         torch.testing.assert_close(cut[name], gradient, rtol=0, atol=1e-6 * float(scale))

@@ -3,57 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
+from toy_engine import ToyEngine
 from toy_node import Node, is_locked
 
 from rose_hpc.http_api import Refused
 from rose_hpc.messages import UpdateRequest
 
 pytestmark = pytest.mark.engine  # imports vLLM
-
-
-class ToyEngine:
-    """As much of AsyncLLM as an update needs, around the workers of a node. calls: what was asked, in order."""
-
-    def __init__(self, node: Node) -> None:
-        self.node, self.calls = node, list[str]()
-        self.engine_core = SimpleNamespace(pause_scheduler_async=self._noted("pause"))
-        self.start_weight_update, self.finish_weight_update = self._noted("start"), self._noted("finish")
-        self.reset_prefix_cache, self.resume_generation = self._noted("reset"), self._noted("resume")
-        self._answers: list[Any] = []
-
-    def _noted(self, name: str) -> Callable[..., Any]:
-        async def call(*args: Any, **kwargs: Any) -> None:
-            self.calls.append(name)
-
-        return call
-
-    async def update_weights(self, request: Any) -> None:
-        self.calls.append("update")
-        self.node.apply()
-
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        if method == "rose_answer":
-            answers, self._answers = self._answers, [answer for answer in self._answers if answer is not None] or self._answers
-            return answers
-        name, given = args
-        self.calls.append(name)
-        self._answers = [self._answer(worker, rank, name, given) for rank, worker in enumerate(self.node.workers)]
-        return [{"fault": None}] * len(self.node.workers)
-
-    @staticmethod
-    def _answer(worker: Any, rank: int, name: str, given: list[Any]) -> Any:
-        if name == "share":
-            return worker.share(np.frombuffer(given[0][rank], np.int64))
-        if name == "prove" and worker.is_probed:
-            return next(answer for answer in worker.probing() if answer is not None)
-        return getattr(worker, name)(*given)
 
 
 def update(engine: ToyEngine, updates: Any) -> tuple[str, str, int]:

@@ -149,6 +149,39 @@ def test_a_packed_model_is_reloaded_and_probed_while_the_image_stays(tmp_path: P
     assert [*node.workers[0].probing()][-1]["fault"]  # once is enough
 
 
+def test_after_a_vacate_nothing_is_whole_until_all_of_it_is_loaded_again(running: Node) -> None:
+    running.change()
+    running.prepare(dense=True)
+    assert [w.vacate()["fault"] for w in running.workers] == [None, None] and not is_locked(running)
+    with pytest.raises(WeightsError, match="not prepared"):
+        running.apply()
+    assert all("nothing to prove" in w.prove(True)["fault"] for w in running.workers)
+    running.change()  # there are deltas, but nothing that they could be applied to
+    assert [a["how"] for a in running.prepare()] == ["dense", "dense"]
+    running.apply()
+    assert running.is_current() and running.total([w.prove(True) for w in running.workers]) == running.digest
+
+
+def test_a_dense_update_without_a_look_at_the_image_is_found_out_by_its_proof(running: Node) -> None:
+    running.change()
+    running.arena.image(writable=True)[0] ^= 1
+    assert all("not what the trainer" in w.prepare(running.version, running.digest, True)["fault"] for w in running.workers)
+    assert [w.prepare(running.version, running.digest, True, False)["how"] for w in running.workers] == ["dense", "dense"]
+    running.apply()
+    assert not is_locked(running)
+    assert running.total([w.prove(True) for w in running.workers]) != running.digest
+
+
+def test_a_vacate_that_fails_on_the_way_leaves_nothing_whole(running: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> int:
+        raise OSError("madvise")
+
+    monkeypatch.setattr(running.models[0], "give_back", fail)
+    running.change()
+    assert "madvise" in running.workers[0].vacate()["fault"]
+    assert running.workers[0].prepare(running.version, running.digest, False)["how"] == "dense"
+
+
 def test_steps_out_of_order_are_faults(tmp_path: Path) -> None:
     node = Node(tmp_path)
     worker = node.workers[0]

@@ -1,4 +1,7 @@
-"""Quota: the kernel runs the rollout engine on the shared device only when the serving engine does not want it."""
+"""Quota: a rollout engine gets of the shared device only what the serving engine leaves, and no more than its ceiling.
+
+Which one a device has is decided in choice.py, which is imported where that is asked: this package's __init__ knows no MPS.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def best_quota(root: Path = Path("/sys/fs/cgroup")) -> Quota:
-    """cgroups where they are ours to change, else SCHED_IDLE. root: where cgroups are mounted."""
+    """Of cores: cgroups where they are ours to change, else SCHED_IDLE. root: where cgroups are mounted."""
     try:
         return CgroupQuota(root)
     except EnvironmentFault as fault:

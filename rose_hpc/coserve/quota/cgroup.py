@@ -1,8 +1,10 @@
-"""cpu.idle on the rollout engine's cgroup, versions 1 and 2 (kernel documentation, admin-guide/cgroup-v2 and scheduler/sched-design-CFS).
+"""cpu.idle and a ceiling on the rollout engine's cgroup, versions 1 and 2 (kernel documentation, admin-guide/cgroup-v2 and
+scheduler/sched-design-CFS, sched-bwc).
 
     BASE/rose-quota-HEX/            highest weight: serving loses nothing to other processes of the machine that come to its cores
         serving/                    ordinary
-        rollout/                    cpu.idle = 1: runs on a core only while nothing of its siblings wants it
+        rollout/                    cpu.idle = 1: runs on a core only while nothing of its siblings wants it;
+                                    cpu.max (version 1: cpu.cfs_quota_us), the ceiling of a lease: not even then all the time
         released/                   ordinary: rollout processes that have to end or to answer; outside, the weight would starve them
 
 BASE is this process's own cgroup in version 1. In version 2 it is the nearest one above or at ours that we may change and that can
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import secrets
 import time
@@ -26,12 +29,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rose_hpc.coserve.quota.base import cgroup_paths
+from rose_hpc.coserve.quota.base import KernelQuota, cgroup_paths
 from rose_hpc.errors import EnvironmentFault
+
+log = logging.getLogger(__name__)
 
 PREFIX = "rose-quota-"
 CONTROLLER = {1: "cpu", 2: ""}  # key in cgroup_paths, by version
 WEIGHT = {1: ("cpu.shares", "262144"), 2: ("cpu.weight", "10000")}  # the highest
+PERIODS_US = (20_000, 100_000)  # of a ceiling: the shorter, the less a rollout engine runs in one go
+LEAST_QUOTA_US = 1_000  # per period; the kernel's own bound
 SERVING, ROLLOUT, RELEASED = "serving", "rollout", "released"
 NAME_ATTEMPTS = 3  # another agent's construction may remove a folder before it has been locked
 REMOVE_DEADLINE_S = 2.0  # a cgroup is busy until the last process that was killed in it has gone
@@ -55,15 +62,27 @@ class Hierarchy:
         return None if path is None else self.mount / path.lstrip("/")
 
 
-class CgroupQuota:
+class CgroupQuota(KernelQuota):
     """See Quota. Raises EnvironmentFault at construction where no cgroup can be made; then nothing has changed."""
 
     def __init__(self, root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> None:
         self._hierarchy = find_hierarchy(root, proc)
         self._origins: dict[int, Path] = {}
+        self._held_frac = 1.0
         with _refused_as_fault(self._hierarchy.base):
             sweep(self._hierarchy)
             self._group, self._lock = make_group(self._hierarchy)
+
+    def set_ceiling(self, frac: float, cores: int) -> None:
+        """Of the CPU time of these cores. Where the kernel takes none, as under a lower one of a parent, `describe` says so."""
+        try:
+            limit(self._group / ROLLOUT, self._hierarchy.version, frac * cores if frac < 1 and cores else None)
+            held = frac >= 1 or cores > 0
+        except OSError as error:
+            log.warning("no cgroup below %s takes a ceiling of %g cores: %s", self._group, frac * cores, error)
+            held = frac >= 1
+        self._held_frac = frac if held else 1.0
+        super().set_ceiling(1.0 if held else frac, cores)
 
     def confine(self, serving_pids: Iterable[int], rollout_pids: Iterable[int]) -> None:
         with _refused_as_fault(self._group):
@@ -93,7 +112,8 @@ class CgroupQuota:
         os.close(self._lock)
 
     def describe(self) -> str:
-        return f"cgroup v{self._hierarchy.version} cpu.idle"
+        held = "" if self._held_frac >= 1 else f", at most {self._held_frac:g} of the device"
+        return f"cgroup v{self._hierarchy.version} cpu.idle{held}{self._not_held}"
 
 
 # ── where ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -138,6 +158,22 @@ def _hands_down_cpu(folder: Path) -> bool:
     except OSError:
         return False  # processes of its own (EBUSY), or not ours
     return True
+
+
+# ── ceiling ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def limit(group: Path, version: int, cores: float | None) -> None:
+    """What the group may use in a period of CPU time, in cores; None: all that is there. Raises OSError where the kernel refuses it."""
+    period_us = next((p for p in PERIODS_US if cores is not None and cores * p >= LEAST_QUOTA_US), PERIODS_US[-1])
+    quota_us = None if cores is None else max(round(cores * period_us), LEAST_QUOTA_US)
+    if version == 2:
+        (group / "cpu.max").write_text(f"{'max' if quota_us is None else quota_us} {period_us}")
+        return
+    (group / "cpu.cfs_quota_us").write_text("-1")  # a new period is refused where the old quota does not fit it
+    (group / "cpu.cfs_period_us").write_text(str(period_us))
+    if quota_us is not None:
+        (group / "cpu.cfs_quota_us").write_text(str(quota_us))
 
 
 # ── making and removing ──────────────────────────────────────────────────────────────────────────────────────────────

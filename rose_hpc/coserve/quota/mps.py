@@ -3,15 +3,15 @@
     holds from an engine's start, by its environment           live, by the control daemon
     ───────────────────────────────────────────────────        ─────────────────────────────────────────────────
     active thread percentage  the ceiling                      terminate_client   an engine's contexts are gone
-    pinned memory limit       per device; more is refused      set_ceiling        what the NEXT rollout engine gets
-    client priority           serving 0, rollout 1: a hint     cap_future_clients contexts to come, serving's too
+    pinned memory limit       per device; more is refused      cap_future_clients contexts to come, serving's too
+    client priority           serving 0, rollout 1: a hint
 
-A running client's limits cannot be changed (NVIDIA, "set_active_thread_percentage": existing clients are not affected), and no kernel
-that runs is preempted: MPS is the ceiling, the slack gate does the fast work.
+A running client's limits cannot be changed (NVIDIA, "set_active_thread_percentage": existing clients are not affected): `set_ceiling` is
+for the next engine. No kernel that runs is preempted: MPS is the ceiling, the slack gate does the fast work.
 
 Invariants
 - A process that cannot reach the daemon runs outside MPS, without limits and without a word. So environments are checked when a process
-  is named, and `require_clients` is to be asked once the engine answers: whoever is no client is no protected, or no confined, engine.
+  is named, and `await_clients` is asked once the engine answers: whoever is no client is no protected, or no confined, engine.
 - A rollout engine's contexts are ended through the daemon before the process is: a signal to a client with work outstanding may take
   the server and all its clients along (NVIDIA, "Client early termination").
 - MPS does not isolate faults: a fatal fault of one client takes all clients of that GPU. Nothing here can change that (docs/lending.md).
@@ -89,25 +89,24 @@ def rollout_environment(folders: MpsFolders, devices: Sequence[str], ceiling: Ce
 
 
 class MpsQuota:
-    """See Quota, and the invariants above. daemon: started. The engines must have been given the environments from here."""
+    """See Quota, and the invariants above. daemon: started or joined. ceiling: of rollout engines, where `set_ceiling` names no other."""
 
     def __init__(self, daemon: MpsDaemon, ceiling: Ceiling) -> None:
         self.daemon, self._ceiling = daemon, ceiling
 
     def serving_environment(self) -> dict[str, str]:
-        """Of a serving engine that starts."""
         return serving_environment(self.daemon.folders, self.daemon.devices)
 
     def rollout_environment(self, devices: Sequence[str] | None = None) -> dict[str, str]:
-        """Of a rollout engine that starts. devices: some of those lent; None: all."""
+        """devices: some of those lent; None: all."""
         chosen = self.daemon.devices if devices is None else devices
         if foreign := set(chosen) - set(self.daemon.devices):
             raise ConfigError("a rollout engine asks for a device that is not lent", got=sorted(foreign), expected=self.daemon.devices)
         return rollout_environment(self.daemon.folders, chosen, self._ceiling)
 
-    def set_ceiling(self, ceiling: Ceiling) -> None:
-        """Holds for the next rollout engine; one that runs keeps its own."""
-        self._ceiling = ceiling
+    def set_ceiling(self, frac: float, cores: int = 0) -> None:
+        """Of the threads; the memory limit stays. One that runs keeps its own."""
+        self._ceiling = Ceiling(frac, self._ceiling.memory_bytes)
 
     def cap_future_clients(self, percentage: int) -> None:
         """Of every context made from now on under a running server: a rollout engine's, but a restarted serving engine's as well."""
@@ -171,17 +170,25 @@ class MpsQuota:
         """Nothing: what was set at a client's start cannot be lifted. Whoever has to go is ended with `end`."""
 
     def close(self) -> None:
-        """End the daemon, unless something computes under it."""
+        """End the daemon where it is ours, and nothing computes under it."""
         self.daemon.close()
 
     def describe(self) -> str:
         return f"MPS, {self._ceiling}, low priority"
 
-    def await_clients(self, pids: Iterable[int], deadline_s: float) -> list[Client]:
+    def await_clients(self, pids: Iterable[int], deadline_s: float) -> None:
         """`require_clients`, for an engine that may still be making its first context."""
-        wanted = list(pids)
-        until(lambda: any(client.pid in set(wanted) for client in self.daemon.control.clients()), deadline_s)
-        return self.require_clients(wanted)
+        wanted = set(pids)
+        until(lambda: any(client.pid in wanted for client in self.daemon.control.clients()), deadline_s)
+        self.require_clients(wanted)
+
+    def fault(self) -> str | None:
+        """The daemon has died or does not answer, or a server is in state FAULT: its clients have lost their contexts, serving too."""
+        try:
+            health = self.daemon.health()
+        except RunFailed as failure:
+            return str(failure)
+        return f"a client of the MPS server has faulted, and all of its GPU with it: {health.servers}" if health.faulted else None
 
 
 def _environment(pid: int) -> dict[str, str] | None:

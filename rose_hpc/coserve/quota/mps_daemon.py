@@ -1,7 +1,8 @@
-"""An MPS control daemon of our own: one per agent, for the devices that it lends. Not yet verified on a GPU.
+"""An MPS control daemon of our own: one per serving engine, for the devices that are lent. Not yet verified on a GPU.
 
     ROOT/               0700
-        owner.lock      flock(2) by the agent that lives
+        owner.lock      flock(2) by whoever starts and ends it: `rose-hpc serve`, a run's lender
+        agent.lock      flock(2) by the agent that lends under it, where that is another process
         commands.lock   flock(2) around each command (mps_control.py)
         pipe/           0700, CUDA_MPS_PIPE_DIRECTORY: the daemon's sockets and its pid file
         log/            0700, CUDA_MPS_LOG_DIRECTORY: control.log, server.log; start.log is what the start said
@@ -11,8 +12,10 @@
                  └─ another's, or not                      │                 └─ a serving engine does ────▶ left, to be adopted
                     to be had ──▶ EnvironmentFault         └─ it dies: alive() is False, health() raises DaemonGone
 
+    join ────────── runs already, whoever started it ─▶ up ── close ─▶ left as it is
+
 Invariants
-- It outlives its agent for as long as something computes under it: killing the agent must not cost the serving engine a request.
+- It outlives its owner for as long as something computes under it: killing agent and owner must not cost the serving engine a request.
 - Only this user reaches it. Folders and processes of others are never touched, joined or ended.
 - Devices are named by UUID: numbers change their meaning under MPS (NVIDIA, "CUDA_VISIBLE_DEVICES").
 
@@ -39,10 +42,12 @@ from rose_hpc.coserve.quota.mps_node import (
     POLL_S,
     check_socket_path,
     checked_devices,
+    devices_of,
     each,
     find_executable,
     gone,
     lives,
+    make_folders,
     make_private,
     may_compute,
     refuse_competitors,
@@ -83,12 +88,14 @@ class MpsDaemon:
         check_socket_path(self.folders.pipes)
         self._executable = find_executable(executable)
         self.control = MpsControl(self.folders, self._executable)
-        self._owner: int | None = None
+        self._lock: int | None = None
+        self._joined = False
         self._process: psutil.Process | None = None
 
     def start(self, deadline_s: float = START_DEADLINE_S) -> None:
         """It answers on return. Raises EnvironmentFault when it cannot be had; then nothing is left running that we started."""
-        self._own_folders()
+        make_folders(self.folders)
+        self._take("owner.lock", "another agent owns this MPS folder")
         try:
             left = running_daemon(self.folders)
             if left is None:
@@ -98,7 +105,25 @@ class MpsDaemon:
             else:
                 self._adopt(left)
         except BaseException:
-            self._disown()
+            self._let_go()
+            raise
+
+    def join(self) -> None:
+        """Use the one that runs, which neither our end nor our death ends. Raises EnvironmentFault: none is there, or it is unusable."""
+        if not self.folders.root.is_dir() or (running := running_daemon(self.folders)) is None:
+            raise EnvironmentFault(
+                "no MPS control daemon runs there",
+                got=f"nothing at {self.folders.pipes}",
+                expected="the daemon under which the serving engine was started",
+                remedy="start both with `rose-hpc serve MODEL`, or the daemon by hand before the server (docs/lending.md)",
+            )
+        make_folders(self.folders)
+        self._take("agent.lock", "another agent lends under this MPS control daemon")
+        self._process, self._joined = running, True
+        try:
+            self._check_joined(running)
+        except BaseException:
+            self._let_go()
             raise
 
     def alive(self) -> bool:
@@ -115,49 +140,59 @@ class MpsDaemon:
         return MpsHealth(self._process.pid, servers, tuple(self.control.clients()))
 
     def close(self, deadline_s: float = STOP_DEADLINE_S) -> None:
-        """End it and its servers, unless something computes under it: then leave it to the next agent.
+        """End it and its servers, unless something computes under it: then leave it to the next owner. A joined one is left.
 
         Raises EnvironmentFault when a process of it does not even end on SIGKILL.
         """
         try:
-            if self._process is not None:
+            if self._process is not None and not self._joined:
                 if users := self._users(deadline_s / 4):
                     log.warning("the MPS control daemon %d stays: processes %s compute under it", self._process.pid, users)
                 else:
                     self._end(deadline_s * 3 / 4)
         finally:
-            self._disown()
+            self._let_go()
 
     # ── start ──
 
-    def _own_folders(self) -> None:
-        for folder in (self.folders.root, self.folders.pipes, self.folders.logs):
-            make_private(folder)
-        owner = os.open(self.folders.root / "owner.lock", os.O_RDWR | os.O_CREAT, 0o600)
-        if not try_lock(owner):
-            os.close(owner)
+    def _take(self, lock_name: str, taken: str) -> None:
+        lock = os.open(self.folders.root / lock_name, os.O_RDWR | os.O_CREAT, 0o600)
+        if not try_lock(lock):
+            os.close(lock)
+            raise EnvironmentFault(taken, got=self.folders.root, remedy="give each agent a folder of its own")
+        self._lock = lock
+
+    def _let_go(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+        self._lock = self._process = None
+        self._joined = False
+
+    def _check_joined(self, running: psutil.Process) -> None:
+        self._clients_of(running)
+        if set(before := devices_of(running)) != set(self.devices):
             raise EnvironmentFault(
-                "another agent owns this MPS folder", got=self.folders.root, remedy="give each agent a folder of its own"
+                "the MPS control daemon that is there already has other devices",
+                got=",".join(before) or "all, by number",
+                expected=",".join(self.devices),
+                remedy="lend its devices (CUDA_VISIBLE_DEVICES, by UUID), or restart daemon and serving engine with these",
             )
-        self._owner = owner
 
-    def _disown(self) -> None:
-        if self._owner is not None:
-            os.close(self._owner)
-        self._owner = self._process = None
-
-    def _adopt(self, left: psutil.Process) -> None:
-        """Take over what a killed agent left, or the operator started, if it is what we would have started."""
-        before = left.environ().get(DEVICES_VARIABLE, "").split(",")
-        self._process = left
+    def _clients_of(self, running: psutil.Process) -> list[Client]:
         try:
-            clients = self.control.clients()
+            return self.control.clients()
         except RunFailed as failure:
             raise EnvironmentFault(
                 "the MPS control daemon that is there already does not answer",
-                got=f"process {left.pid}: {failure.what}",
+                got=f"process {running.pid}: {failure.what}",
                 remedy="end what computes under it, then this process and those below it",
             ) from failure
+
+    def _adopt(self, left: psutil.Process) -> None:
+        """Take over what a killed owner left, or the operator started, if it is what we would have started."""
+        before = devices_of(left)
+        self._process = left
+        clients = self._clients_of(left)
         if set(before) == set(self.devices):
             log.info("adopted the MPS control daemon %d with %d clients", left.pid, len(clients))
             return
@@ -213,7 +248,7 @@ class MpsDaemon:
             "the MPS control daemon does not start",
             got=f"{got}; it said: {start_log.read_text(errors='replace').strip() or 'nothing'}",
             expected=f"an answer within {deadline_s:g} s",
-            remedy=f"see {self.folders.logs}/control.log; without MPS a GPU cannot be lent",
+            remedy=f"see {self.folders.logs}/control.log; without MPS a GPU is lent only with --gate-only",
         )
 
     def _answers(self, end_s: float) -> bool:

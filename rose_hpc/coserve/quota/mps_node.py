@@ -53,6 +53,15 @@ def running_daemon(folders: MpsFolders) -> psutil.Process | None:
         return None
     except psutil.AccessDenied as error:
         raise EnvironmentFault("a process that cannot be looked at has the pid of our MPS control daemon", got=error.pid) from error
+    except PermissionError as error:
+        raise EnvironmentFault(
+            "the MPS folder belongs to another user", got=folders.root, expected=f"a folder of user {os.geteuid()}"
+        ) from error
+
+
+def devices_of(daemon: psutil.Process) -> list[str]:
+    """As a daemon was told; none where it was told nothing, and has them all."""
+    return [name for name in daemon.environ().get(DEVICES_VARIABLE, "").split(",") if name]
 
 
 def is_daemon(process: psutil.Process) -> bool:
@@ -130,6 +139,12 @@ def checked_devices(devices: Sequence[str]) -> tuple[str, ...]:
     return tuple(devices)
 
 
+def make_folders(folders: MpsFolders) -> None:
+    """Those of a daemon, private. Raises EnvironmentFault: see make_private."""
+    for folder in (folders.root, folders.pipes, folders.logs):
+        make_private(folder)
+
+
 def make_private(folder: Path) -> None:
     """A folder of ours, 0700. Raises EnvironmentFault when something else is there."""
     try:
@@ -166,7 +181,7 @@ def find_executable(executable: Path | None) -> Path:
             "MPS is not installed",
             got=f"no executable {name}",
             expected=f"{EXECUTABLE} of the NVIDIA driver on PATH",
-            remedy="install the driver's compute utilities; without MPS a GPU cannot be lent",
+            remedy="install the driver's compute utilities; without MPS a GPU is lent only with --gate-only",
         )
     return Path(path)
 

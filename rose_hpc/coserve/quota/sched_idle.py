@@ -10,14 +10,14 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from rose_hpc.coserve.quota.base import cgroup_paths, for_each_thread
+from rose_hpc.coserve.quota.base import KernelQuota, cgroup_paths, for_each_thread
 from rose_hpc.errors import EnvironmentFault
 
 AUTOGROUP_SWITCH = Path("/proc/sys/kernel/sched_autogroup_enabled")
 
 
-class SchedIdleQuota:
-    """See Quota."""
+class SchedIdleQuota(KernelQuota):
+    """See Quota. It ranks, and limits nothing: a ceiling is not held."""
 
     def __init__(self) -> None:
         self._serving: set[int] = set()
@@ -48,7 +48,7 @@ class SchedIdleQuota:
         self.release(self._rollout.copy())
 
     def describe(self) -> str:
-        return "SCHED_IDLE"
+        return f"SCHED_IDLE{self._not_held}"
 
 
 def scheduling_group(pid: int) -> tuple[str, ...] | None:

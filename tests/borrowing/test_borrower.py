@@ -1,0 +1,205 @@
+"""The borrower against stand-in agents: whom it asks, when, for what, and that it leaves no lease behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+from stand_in import MODEL, StandInAgent, until
+
+from rose_hpc.coserve.borrower import Borrower
+from rose_hpc.coserve.lease_book import Reason
+from rose_hpc.coserve.lease_client import LeaseClient
+from rose_hpc.coserve.lease_messages import LeaseAsk, LeaseGranted
+from rose_hpc.coserve.registry import AgentEntry, Registry
+
+LOOK_S = 0.1
+WISH = LeaseAsk("run-a", "", str(MODEL), 1000, engine={"max_concurrency": 4}, ttl_s=1.0)
+
+
+class Notes:
+    """A run that works on each lease until the agent says that it is over, and notes everything."""
+
+    def __init__(self) -> None:
+        self.asks: list[LeaseAsk] = []
+        self.at_work: list[str] = []
+        self.forgotten: list[str] = []
+        self.events: list[tuple[str, str, str]] = []
+        self.done = asyncio.Event()
+
+    def wish(self) -> LeaseAsk:
+        return WISH
+
+    def ask(self) -> LeaseAsk:
+        self.asks.append(structs.replace(WISH, executor_id=f"borrowed-{len(self.asks)}"))
+        return self.asks[-1]
+
+    def granted(self, ask: LeaseAsk, agent: AgentEntry) -> None:
+        assert ask.executor_id in [known.executor_id for known in self.asks]
+
+    async def work(self, ask: LeaseAsk, agent: AgentEntry, granted: LeaseGranted) -> str:
+        self.at_work.append(agent.name)
+        try:
+            async with LeaseClient(agent.url) as client:
+                client._token = granted.token
+                while True:
+                    await client.renew(granted.ttl_s)
+                    await asyncio.sleep(0.05)
+        finally:
+            self.at_work.remove(agent.name)
+
+    async def over(self, ask: LeaseAsk) -> None:
+        self.forgotten.append(ask.executor_id)
+
+    def event(self, kind: str, subject: str, detail: str) -> None:
+        self.events.append((kind, subject, detail))
+
+    def kinds(self, subject: str) -> list[str]:
+        return [kind for kind, whose, _ in self.events if whose == subject]
+
+    def detail(self, kind: str) -> str:
+        return next(detail for each, _, detail in self.events if each == kind)
+
+
+Scene = Callable[[Notes, Borrower, list[StandInAgent]], Awaitable[None]]
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Callable[..., Notes]:
+    """Runs a scene with agents and a borrower; afterwards no lease may be held, and every name is forgotten once."""
+
+    def run(scene: Scene, agents: int = 1, wanted: int = 1, pause_s: float = 0.1, up_deadline_s: float = 5.0) -> Notes:
+        async def scenario() -> Notes:
+            notes, registry = Notes(), Registry(tmp_path / "agents")
+            registry.claim("a0")
+            borrower = Borrower(registry, wanted, notes, up_deadline_s, pause_s, look_s=LOOK_S)
+            async with AsyncExitStack() as stack:
+                there = [await stack.enter_async_context(StandInAgent(f"a{i}", registry).open()) for i in range(agents)]
+                borrowing = asyncio.create_task(borrower.run())
+                try:
+                    await scene(notes, borrower, there)
+                finally:
+                    borrowing.cancel()
+                    await asyncio.gather(borrowing, return_exceptions=True)
+                assert all(agent.book.current is None for agent in there) and not notes.at_work
+                assert sorted(notes.forgotten) == sorted(ask.executor_id for ask in notes.asks)
+            return notes
+
+        return asyncio.run(asyncio.wait_for(scenario(), 30))
+
+    return run
+
+
+def test_it_asks_only_as_many_as_wanted_and_each_for_no_more_than_it_lends(play: Callable[..., Notes]) -> None:
+    async def scene(notes: Notes, borrower: Borrower, agents: list[StandInAgent]) -> None:
+        await until(lambda: len(notes.at_work) == 2, "two leases")
+        await asyncio.sleep(5 * LOOK_S)
+        assert borrower.held == sorted(notes.at_work) and sum(len(a.asks) for a in agents) == 2
+        assert all(ask.ceiling_frac == 0.5 for a in agents for ask in a.asks)
+
+    play(scene, agents=3, wanted=2)
+
+
+def test_a_refusal_is_told_with_its_reason_and_the_agent_is_asked_again_after_a_pause(play: Callable[..., Notes]) -> None:
+    async def scene(notes: Notes, borrower: Borrower, agents: list[StandInAgent]) -> None:
+        (agent,) = agents
+        agent.refuse = True
+        await until(lambda: len(agent.asks) >= 2, "a second try")
+        assert notes.kinds("a0")[:3] == ["lease_asked", "lease_refused", "lease_asked"]
+        assert "run run-b has it" in notes.detail("lease_refused") and "\n" not in notes.detail("lease_refused")
+        agent.refuse = False
+        await until(lambda: notes.at_work == ["a0"], "a lease at last")
+
+    notes = play(scene)
+    assert len(set(notes.forgotten)) == len(notes.forgotten) >= 3
+
+
+def test_an_agent_that_is_of_no_use_is_not_asked_and_told_once(play: Callable[..., Notes]) -> None:
+    async def scene(notes: Notes, borrower: Borrower, agents: list[StandInAgent]) -> None:
+        await until(lambda: notes.at_work == ["a0"], "a lease")
+        agents[1].list(state="held")
+        agents[2].list(models=[])
+        agents[0].list(state="off")
+        agents[0].take_back()
+        await asyncio.sleep(10 * LOOK_S)
+        assert not any(a.asks for a in agents[1:]) and borrower.held == []
+        said = [(subject, detail) for kind, subject, detail in notes.events if kind == "lease_not_asked"]
+        assert said == [
+            ("a0", "its operator does not lend now"),
+            ("a1", "another run has its device"),
+            ("a2", f"it does not allow the model {MODEL}"),
+        ]
+
+    play(scene, agents=3)
+
+
+def test_a_run_is_told_when_no_agent_is_listed(play: Callable[..., Notes]) -> None:
+    async def scene(notes: Notes, borrower: Borrower, agents: list[StandInAgent]) -> None:
+        await until(lambda: bool(notes.events), "an event")
+
+    notes = play(scene, agents=0)
+    assert notes.events[0][0] == "lease_not_asked" and "no agent is listed" in notes.events[0][2]
+
+
+@pytest.mark.parametrize("reason", [Reason.REVOKED, Reason.PRESSURE, Reason.ENGINE_LOST])
+def test_a_lease_that_is_over_is_told_with_its_reason_and_the_next_agent_is_asked(play: Callable[..., Notes], reason: Reason) -> None:
+    async def scene(notes: Notes, borrower: Borrower, agents: list[StandInAgent]) -> None:
+        await until(lambda: len(notes.at_work) == 1, "a lease")
+        first = notes.at_work[0]
+        next(a for a in agents if a.name == first).take_back(reason)
+        await until(lambda: notes.at_work not in ([], [first]), "the other's lease")
+        assert reason.value in notes.detail("lease_over")
+        assert notes.kinds(first)[:4] == ["lease_asked", "lease_granted", "lease_up", "lease_over"]
+
+    play(scene, agents=2, pause_s=60)
+
+
+def test_a_lease_whose_engine_does_not_come_up_is_renewed_while_it_is_awaited_and_then_given_back(play: Callable[..., Notes]) -> None:
+    async def scene(notes: Notes, borrower: Borrower, agents: list[StandInAgent]) -> None:
+        agents[0].up = False
+        await until(lambda: bool(agents[0].ends), "the end of the lease")
+        assert agents[0].renewals >= 2 and agents[0].ends == ["released"]
+        assert "was not up within 1.5 s" in notes.detail("lease_over")
+
+    play(scene, up_deadline_s=1.5, pause_s=60)
+
+
+def test_an_engine_that_is_starved_as_soon_as_it_is_up_is_awaited_and_its_lease_renewed(play: Callable[..., Notes]) -> None:
+    async def scene(notes: Notes, borrower: Borrower, agents: list[StandInAgent]) -> None:
+        agents[0].starved = 6  # at a look every 0.2 s: longer than the lease
+        await until(lambda: notes.at_work == ["a0"], "the lease")
+        assert agents[0].starved == 0 and agents[0].renewals >= 2 and len(agents[0].asks) == 1
+
+    play(scene)
+
+
+def test_whatever_is_held_is_released_at_the_end(play: Callable[..., Notes]) -> None:
+    released: list[StandInAgent] = []
+
+    async def scene(notes: Notes, borrower: Borrower, agents: list[StandInAgent]) -> None:
+        agents[1].up = False  # granted, but its engine never answers
+        await until(lambda: notes.at_work == ["a0"] and len(agents[1].asks) == 1, "both leases")
+        released.extend(agents)
+
+    play(scene, agents=2, wanted=2)
+    assert [agent.ends for agent in released] == [["released"], ["released"]]
+
+
+def test_a_bug_of_the_run_is_raised_and_not_swallowed(tmp_path: Path) -> None:
+    class Broken(Notes):
+        def granted(self, ask: LeaseAsk, agent: AgentEntry) -> None:
+            raise ValueError("a bug")
+
+    async def scenario() -> None:
+        registry = Registry(tmp_path / "agents")
+        registry.claim("a0")
+        async with StandInAgent("a0", registry).open() as agent:
+            with pytest.raises(ValueError, match="a bug"):
+                await asyncio.wait_for(Borrower(registry, 1, Broken(), 5.0, 0.1, LOOK_S).run(), 10)
+            assert agent.ends == ["released"]
+
+    asyncio.run(scenario())
