@@ -302,8 +302,8 @@ class GpuConfig(Section):
     """What confines rollout engines where the device is a GPU. Without effect on CPUs."""
 
     uuids: list[str] = Field([], description="of the GPUs; empty: on a build for GPUs the first visible ones, as many as serving spans")
-    mps_folder: Path | None = Field(None, description="private folder of the MPS control daemon; follows from the GPUs if not given")
-    mps_control: Path | None = Field(None, description="nvidia-cuda-mps-control; looked up on PATH if not given")
+    mps_folder: AbsolutePath | None = Field(None, description="private, of the MPS control daemon; follows from the GPUs if not given")
+    mps_control: AbsolutePath | None = Field(None, description="nvidia-cuda-mps-control; looked up on PATH if not given")
     memory_bytes: int = Field(20 << 30, ge=1 << 20, description="most device memory of a rollout engine, per GPU; CUDA's own included")
     gate_only: bool = Field(False, description="lend without MPS: no ceiling, no memory limit and no priority on the GPU")
 

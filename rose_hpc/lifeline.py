@@ -15,6 +15,8 @@ import json
 import os
 import signal
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 from rose_hpc.errors import RoseError
 
@@ -40,6 +42,12 @@ def die_with_parent(how: signal.Signals = signal.SIGTERM) -> None:
 def parent_variable() -> dict[str, str]:
     """Environment for a child that this process starts directly, and that calls `die_with_parent`."""
     return {_PARENT_VARIABLE: str(os.getpid())}
+
+
+def first_to_go(pid: int | None = None) -> None:
+    """Have the kernel end this process, or that one, before others when memory runs out; its children inherit it (proc(5))."""
+    with suppress(OSError):
+        Path(f"/proc/{'self' if pid is None else pid}/oom_score_adj").write_text("1000")
 
 
 def report_failure(error: RoseError) -> int:

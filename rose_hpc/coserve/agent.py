@@ -10,8 +10,9 @@
 
 Invariants
 - However it ends, no process of an engine outlives it: each engine has a process group of its own, gets SIGTERM, then the group
-  SIGKILL; after SIGKILL of the agent itself the kernel ends the engine (lifeline.py). On a lent device what the engine holds of it is
-  taken back in between.
+  SIGKILL; after SIGKILL of the agent itself the kernel ends the engine (lifeline.py).
+- On a lent device what the engine holds of it is taken back before any signal: an engine that obeys SIGTERM ends its workers itself. Turns
+  have been cut off by then: the agent has stopped listening, and the engine aborts what its agent hangs up on.
 - It gives everything back when the controller falls silent for the lease, whose length is at most the operator's lease_ttl_s.
 
 On a lent node it also runs the node's relay, and starts it again when it dies: a relay is disposable. It does not restart an
@@ -104,7 +105,7 @@ class Agent:
         for engine in self._engines.values():
             if self._device is not None:
                 engine.environment = self._device.rollout_starts(WHOLE_DEVICE)
-                engine.before_kill = partial(in_thread, self._device.end_contexts)
+                engine.before_end = partial(in_thread, self._device.end_contexts)
             await stack.enter_async_context(engine)
             if self._device is not None:
                 self._device.rollout_spawned(engine.pid)

@@ -56,7 +56,7 @@ class RunSide(Protocol):
 
 
 class Borrower:
-    """See the module's docstring."""
+    """See the module's docstring. is_local: the run can be reached from this machine only."""
 
     def __init__(
         self,
@@ -66,9 +66,11 @@ class Borrower:
         up_deadline_s: float = 300.0,
         pause_s: float = PAUSE_S,
         look_s: float = LOOK_S,
+        is_local: bool = False,
     ) -> None:
         self._registry, self._wanted, self._run = registry, wanted, run
         self._up_deadline_s, self._pause_s, self._look_s = up_deadline_s, pause_s, look_s
+        self._is_local = is_local
         self._not_before_s: dict[str, float] = {}
         self._leases: dict[str, asyncio.Task[None]] = {}
         self._told: dict[str, str] = {}
@@ -84,7 +86,7 @@ class Borrower:
             while True:
                 self._reap()
                 if len(self._leases) < self._wanted:
-                    self._ask_some(await asyncio.to_thread(self._registry.entries))
+                    await self._look()
                 await asyncio.sleep(self._look_s)
         finally:
             for task in self._leases.values():
@@ -98,18 +100,36 @@ class Borrower:
                 del self._leases[name]
                 task.result()
 
+    async def _look(self) -> None:
+        """A registry that cannot be read is told, and looked into again."""
+        try:
+            entries = await asyncio.to_thread(self._registry.entries)
+        except OSError as error:
+            self._tell({"": f"the registry cannot be read: {error}"})
+        else:
+            self._ask_some(entries)
+
     def _ask_some(self, entries: list[AgentEntry]) -> None:
         wish, now_s = self._run.wish(), time.monotonic()
         others = [entry for entry in entries if entry.name not in self._leases]
         self._tell_unfit(others, wish)
-        fit = [e for e in others if unfit(e, wish) is None and self._not_before_s.get(e.name, 0.0) <= now_s]
+        fit = [e for e in others if self._unfit(e, wish) is None and self._not_before_s.get(e.name, 0.0) <= now_s]
         for entry in lending_most(fit)[: self._wanted - len(self._leases)]:
             self._leases[entry.name] = asyncio.create_task(self._borrow(entry))
 
+    def _unfit(self, entry: AgentEntry, wish: LeaseAsk) -> str | None:
+        if self._is_local and not entry.is_here:
+            return f"it is on {entry.host}, from where a loopback address does not lead to the run: set control.host"
+        return unfit(entry, wish)
+
     def _tell_unfit(self, entries: list[AgentEntry], wish: LeaseAsk) -> None:
-        why = {entry.name: reason for entry in entries if (reason := unfit(entry, wish)) is not None}
+        why = {entry.name: reason for entry in entries if (reason := self._unfit(entry, wish)) is not None}
         if not entries and not self._leases:
             why = {"": f"no agent is listed in {self._registry.folder}"}
+        self._tell(why)
+
+    def _tell(self, why: dict[str, str]) -> None:
+        """Name of an agent, "" for none → why nobody is asked. Each reason once, until it changes."""
         for name in sorted(why):
             if self._told.get(name) != why[name]:
                 self._run.event("lease_not_asked", name, why[name])

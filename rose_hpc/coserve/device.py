@@ -131,7 +131,7 @@ class Device:
         """Lift the idle class from the rollout engine, which is about to end. Where that is not permitted, it ends more slowly."""
         for pid in tuple(self._may_hold):
             self._may_hold |= set(workers_of(pid))  # those of a parent that has ended cannot be found any more
-        self._release([pid for pid in self._rollout if psutil.pid_exists(pid)])
+        self._release([pid for pid in sorted(self._may_hold) if psutil.pid_exists(pid)])
         self._quota.set_ceiling(1.0, len(self._cpus))  # that of the engine is nobody's any more
         self._rollout = []
 

@@ -23,7 +23,7 @@ from rose_hpc.config import read_spec
 from rose_hpc.coserve.specs import EngineSpec, ServingSpec
 from rose_hpc.errors import EnvironmentFault, RoseError
 from rose_hpc.http_api import BACKLOG, first_of, serving, stop_signals
-from rose_hpc.lifeline import die_with_parent, report_failure
+from rose_hpc.lifeline import die_with_parent, first_to_go, report_failure
 from rose_hpc.weights.vllm_plugin import ENGINE_PID_VARIABLE, RAW_WEIGHTS_VARIABLE
 
 CLOSE_DEADLINE_S = 10  # if closing hangs, SIGALRM ends us then, and the kernel vLLM's processes with us
@@ -118,8 +118,10 @@ def main() -> int:
     try:
         spec = read_spec(Path(sys.argv[1]), EngineSpec)
         check_socket(spec.socket)
-        if spec.gate is not None and is_cpu_build():
-            die_with_parent(signal.SIGKILL)
+        if spec.gate is not None:
+            first_to_go()  # on a lent device: serving's memory comes first, too
+            if is_cpu_build():
+                die_with_parent(signal.SIGKILL)
         os.environ.update(engine_environment(spec, os.environ, is_cpu_build()))
         return asyncio.run(run_engine(spec))
     except RoseError as error:

@@ -164,7 +164,10 @@ class Gate:
                 tokens = self._budget(needs, slack)
             self.stats.held_steps += not tokens
             self.stats.held_s += now_s - begin_s
-        self._hold_s = self._settings.hold_cap_s if tokens else min(2 * self._hold_s, LONGEST_HOLD * self._settings.hold_cap_s)
+        if tokens:
+            self._hold_s = self._settings.hold_cap_s
+        elif not self._flying:
+            self._hold_s = min(2 * self._hold_s, LONGEST_HOLD * self._settings.hold_cap_s)
         self._doubt(needs, tokens, slack, begin_s, now_s)
         self._decided_s = now_s
         if not tokens:

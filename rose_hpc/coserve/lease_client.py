@@ -8,6 +8,7 @@ Once the engine is up, any client of agents works with the agent's URL and the l
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import Iterable
@@ -78,15 +79,24 @@ class LeaseClient:
 
     async def __aenter__(self) -> LeaseClient:
         timeout = aiohttp.ClientTimeout(total=REQUEST_DEADLINE_S)
-        self._session = aiohttp.ClientSession(base_url=self.url, timeout=timeout, trust_env=False)
+        try:
+            self._session = aiohttp.ClientSession(base_url=self.url, timeout=timeout, trust_env=False)
+        except ValueError as error:
+            raise Refusal("an agent's address is none", got=f"{self.url}: {error}") from error
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self._session.close()
 
     async def ask(self, key: str, ask: LeaseAsk) -> LeaseGranted:
-        """A lease, which this client then holds. Raises Refusal."""
+        """A lease, which this client then holds. Raises Refusal, also for a lease that cannot be used."""
         granted = decode(await self._request("POST", "/v1/leases", key, ask), LeaseGranted)
+        if not (granted.token.isascii() and granted.token.isprintable() and 0 < granted.ttl_s < math.inf):
+            raise Refusal(
+                f"agent at {self.url} granted a lease that cannot be used",
+                got=f"a token of {len(granted.token)} characters, {granted.ttl_s} s",
+                expected="a token of printable ASCII, and a time above 0",
+            )
         self._token, self._ttl_s = granted.token, granted.ttl_s
         return granted
 
@@ -113,6 +123,8 @@ class LeaseClient:
                         return decode(await self._request("GET", "/v1/health", self._token), AgentUp)
                     heard_s = time.monotonic()
                 except Refusal as refusal:
+                    if refusal.status is not None:
+                        heard_s = time.monotonic()
                     silent = refusal.status is None and time.monotonic() - heard_s > self._ttl_s
                     if silent or refusal.status not in NOT_YET:
                         raise
@@ -128,7 +140,7 @@ class LeaseClient:
         try:
             async with self._session.request(method, path, data=body, headers=headers) as response:
                 answer = await response.read()
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: of what HTTP cannot carry, such as their key
             raise Refusal(f"agent at {self.url}: no answer to {path}", got=repr(error)) from error
         if response.status >= 400:
             raise Refusal(f"agent at {self.url} refused {path}", status=response.status, got=decode(answer, Fault).what)

@@ -77,7 +77,7 @@ class LendChange(Message, frozen=True):
 class LendStatus(Message, frozen=True):
     """What an agent lends, and to whom. run_id, lease_id, left_s: of the lease that has the device.
 
-    state: off, free, held or clearing. freed_s: from the change to a device free of rollout work, where the change revoked a lease.
+    state: off, free, held, clearing or faulty. freed_s: from the change to a device free of rollout work, where the change revoked a lease.
     """
 
     agent_id: str

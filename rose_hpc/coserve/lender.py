@@ -13,10 +13,10 @@ from rose_hpc.coserve.agent import Agent, say
 from rose_hpc.coserve.board import last_reading
 from rose_hpc.coserve.device import Device
 from rose_hpc.coserve.protection import in_thread, until_protected, while_protected
-from rose_hpc.coserve.quota.choice import choose_quota, is_gpu
+from rose_hpc.coserve.quota.choice import NOT_TO_BE_HAD, choose_quota, is_gpu
 from rose_hpc.coserve.serving_process import MakeServer, ServingProcess
 from rose_hpc.coserve.specs import AgentSpec
-from rose_hpc.errors import ConfigError, EnvironmentFault, RoseError
+from rose_hpc.errors import ConfigError, RoseError
 from rose_hpc.http_api import first_of, stop_signals
 
 RESTARTS = 2  # of a rollout engine that died on a lent device
@@ -74,15 +74,15 @@ class Lender:
         serving, gpu = self._serving_spec, self._spec.gpu
         try:
             quota = await in_thread(choose_quota, gpu, serving.engine.tensor_parallel)
-        except EnvironmentFault as fault:
-            say(f"the device is not lent, serving goes on: {fault}")
+        except NOT_TO_BE_HAD as error:
+            say(f"the device is not lent, serving goes on: {error}")
             return None
         return Device(self._spec.agent_id, [] if is_gpu(gpu) else serving.device_cpus, quota, serving.board)
 
     async def _lend_beside(self, server_pid: int, device: Device, stop: asyncio.Event) -> None:
         try:
             await in_thread(device.serving_up, server_pid)
-        except RoseError as error:
+        except (RoseError, *NOT_TO_BE_HAD) as error:
             say(f"the device is not lent, serving goes on: {error}")
             await stop.wait()
             return
@@ -99,7 +99,7 @@ class Lender:
     async def _stays(self, device: Device, stop: asyncio.Event) -> None:
         """One stay of the rollout side after the other, until one ends in good order or too many have failed."""
         for _ in range(1 + RESTARTS):
-            await until_protected(device)
+            await until_protected(device, lambda why: say(f"nothing is lent until serving is protected, serving goes on: {why}"))
             try:
                 await first_of(over=self._rollout_side(self._spec, self._folder, device).run(stop), unprotected=while_protected(device))
                 return

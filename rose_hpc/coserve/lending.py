@@ -28,13 +28,15 @@ from rose_hpc.config import EngineConfig
 from rose_hpc.coserve.agent import samples, say
 from rose_hpc.coserve.device import Device
 from rose_hpc.coserve.lease_book import RUN_ID, Ask, Lease, LeaseBook, Reason, Terms
-from rose_hpc.coserve.lease_memory import ALLOWANCE_BYTES, outgrown
+from rose_hpc.coserve.lease_memory import ALLOWANCE_BYTES, outgrown, short_of_memory
 from rose_hpc.coserve.lease_messages import LeaseAsk, LeaseGranted, LeaseState, LendChange, LendStatus
+from rose_hpc.coserve.protection import in_thread
 from rose_hpc.coserve.stay import Stay
 from rose_hpc.errors import RoseError
 from rose_hpc.http_api import Refused, first_of
 from rose_hpc.messages import AgentStatus
 
+PROCESS_BYTES = 512 << 20  # of each process of a lent engine: interpreter, torch, vLLM (docs/lending.md)
 CLEARING_DEADLINE_S = 20.0  # of a change that revokes a lease; the device is free long before its processes are all reaped
 
 StayMaker = Callable[[LeaseAsk, EngineConfig, Path], Stay]
@@ -91,8 +93,9 @@ class Lending:
         return LeaseGranted(lease_id, token, lease.expires_s - now_s)
 
     def _as_ask(self, ask: LeaseAsk, engine: EngineConfig) -> Ask:
-        """The model's path without links. Where the device's memory is the host's, the KV cache lies there, too."""
-        kv_bytes = 0 if self.terms.is_gpu else engine.kv_cache_bytes
+        """The model's path without links. Where the device's memory is the host's, KV cache and weights of the engine lie there, too."""
+        on_host = 0 if self.terms.is_gpu else ask.arena_bytes + engine.kv_cache_bytes
+        processes = (1 + engine.tensor_parallel) * PROCESS_BYTES
         if ask.arena_bytes <= 0:
             raise Refused(400, "unusable size of the arena", got=f"{ask.arena_bytes} bytes", expected="what the model's weights need")
         return Ask(
@@ -101,7 +104,7 @@ class Lending:
             tensor_parallel=engine.tensor_parallel,
             ceiling_frac=ask.ceiling_frac,
             ttl_s=ask.ttl_s,
-            host_bytes=ask.arena_bytes + kv_bytes,
+            host_bytes=ask.arena_bytes + on_host + processes,
         )
 
     def opened(self, token: str) -> Lease:
@@ -120,11 +123,6 @@ class Lending:
     def release(self, lease: Lease) -> None:
         """The run is done with it."""
         self._end(lease.lease_id, Reason.RELEASED)
-
-    def press(self) -> None:
-        """Serving needs the memory of the lent engine: the lease is over."""
-        if self._book.current is not None:
-            self._end(self._book.current.lease_id, Reason.PRESSURE)
 
     def state(self, lease: Lease) -> LeaseState:
         stay = self._stay
@@ -199,13 +197,15 @@ class Lending:
             async with self._make_stay(ask, engine, folder) as stay:
                 self._stay = stay
                 memory = self._outgrown(lease.lease_id, folder, ask.arena_bytes)
-                await first_of(over=self._over(lease.lease_id), lost=stay.work(), memory=memory)
+                pressure = self._pressed(lease.lease_id)
+                await first_of(over=self._over(lease.lease_id), lost=stay.work(), memory=memory, pressure=pressure)
         except RoseError as error:
             say(f"lease {lease.lease_id}: {error}")
         except Exception:  # the edge between the operator's side and the run's: nothing of the run may end the lending
             say(f"lease {lease.lease_id}: {traceback.format_exc()}")
         finally:
-            self._clear(lease.lease_id, folder)
+            self._clear(lease.lease_id)
+            await in_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _over(self, lease_id: str) -> None:
         """Returns when the lease is over, for whatever reason."""
@@ -221,14 +221,19 @@ class Lending:
         say(f"lease {lease_id}: its files take {taken} bytes; {arena_bytes} were asked for, and {ALLOWANCE_BYTES} are allowed beside them")
         self._end(lease_id, Reason.MEMORY)
 
-    def _clear(self, lease_id: str, folder: Path) -> None:
+    async def _pressed(self, lease_id: str) -> None:
+        """Ends the lease when the machine runs short of memory: what is left is serving's."""
+        free = await short_of_memory()
+        say(f"lease {lease_id}: only {free} bytes of memory are free on this machine")
+        self._end(lease_id, Reason.PRESSURE)
+
+    def _clear(self, lease_id: str) -> None:
         """Nothing of it runs any more."""
         self._stay = None
         self._book.end(lease_id, Reason.ENGINE_LOST)
         self._last = f"lease {lease_id}: {self.reason_of(lease_id)}"
         self._book.vacate(lease_id)
         self._freed.pop(lease_id).set()
-        shutil.rmtree(folder, ignore_errors=True)
         say(f"{self._last}; the device is free")
 
 

@@ -37,14 +37,14 @@ TAIL_LINES = 20
 class OwnedProcess:
     """A child that leads a process group of its own and writes to a log; its owner ends it, group, shared memory and all.
 
-    scratch: the child's TMPDIR. environment: of each start, in addition to our own and what `start` is given. before_kill: what has to
-    happen between SIGTERM and SIGKILL.
+    scratch: the child's TMPDIR. environment: of each start, in addition to our own and what `start` is given. before_end: what has to
+    happen before the child gets any signal; a child that has ended by itself may have left others of its group.
     """
 
     def __init__(self, name: str, log_path: Path, scratch: Path) -> None:
         self.name, self._log_path, self._scratch = name, log_path, scratch
         self.environment: Mapping[str, str] = {}
-        self.before_kill: Callable[[], Awaitable[object]] | None = None
+        self.before_end: Callable[[], Awaitable[object]] | None = None
         self._log_start = 0
         self._process: asyncio.subprocess.Process
         self._others: set[str] = set()  # worker groups that were there before us
@@ -74,20 +74,23 @@ class OwnedProcess:
         return self._process.returncode is None
 
     async def stop(self) -> None:
-        """SIGTERM, then SIGKILL of whatever is left of its group; nothing of it stays in shared memory."""
+        """`before_end`, SIGTERM, then SIGKILL of whatever is left of its group; nothing of it stays in shared memory."""
         self._note_groups()
+        try:
+            if self.before_end is not None:
+                await self.before_end()
+            await self._end_by_itself()
+        finally:
+            await self._kill_group()
+            await self._process.wait()
+            self._note_groups()
+            remove_shared_memory(self._groups)
+
+    async def _end_by_itself(self) -> None:
         if self.is_running:
             self._process.terminate()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), TERM_DEADLINE_S)
-        try:
-            if self.before_kill is not None:
-                await self.before_kill()
-        finally:
-            await self._kill_group()
-        await self._process.wait()
-        self._note_groups()
-        remove_shared_memory(self._groups)
 
     async def _kill_group(self) -> None:
         with suppress(ProcessLookupError):  # nothing is left

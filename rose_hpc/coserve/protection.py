@@ -1,7 +1,7 @@
 """Whether serving is still protected while its device is lent, asked again and again; and calls that block, off the event loop.
 
 every POLL_S ──▶ device.fault() ─┬─ nothing ──▶ lend
-                                 └─ why not ──▶ the lease is over; nothing is lent until it is healthy again
+                                 └─ why not ──▶ the lease is over; nothing is lent until it is healthy again, which is told
 """
 
 from __future__ import annotations
@@ -29,9 +29,13 @@ async def in_thread(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> 
         raise
 
 
-async def until_protected(device: Device, poll_s: float = POLL_S) -> None:
-    """Returns once nothing is wrong."""
-    while await asyncio.to_thread(device.fault):
+async def until_protected(device: Device, tell: Callable[[str], object], poll_s: float = POLL_S) -> None:
+    """Returns once nothing is wrong. tell: gets what is, once."""
+    told = False
+    while why := await asyncio.to_thread(device.fault):
+        if not told:
+            tell(why)
+        told = True
         await asyncio.sleep(poll_s)
 
 

@@ -29,6 +29,7 @@ HEARTBEAT_S = 2.0
 STALE_S = 15.0
 MAX_ENTRY_BYTES = 1 << 16
 NAME_PATTERN = r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}$"  # of agents
+URL_PATTERN = r"^https?://[^/\s?#@]+/?$"
 GROUP_MAY_READ = 0o040
 
 
@@ -39,7 +40,7 @@ class AgentEntry(Section):
     host: str
     pid: int
     pid_started_s: float
-    url: str
+    url: str = Field(..., pattern=URL_PATTERN)
     key: str = Field(..., repr=False)
     operator_socket: Path
     devices: int = Field(..., ge=1)
@@ -68,7 +69,7 @@ class Registry:
         self.folder = folder
 
     def entries(self, now_s: float | None = None) -> list[AgentEntry]:
-        """The agents that live, by name."""
+        """The agents that live, by name. Raises OSError: the folder cannot be read."""
         now_s = time.time() if now_s is None else now_s
         return [entry for entry, changed_s in self._read_all() if is_fresh(now_s, changed_s, entry.beat_s)]
 
@@ -146,14 +147,16 @@ def read_entry(path: Path) -> tuple[AgentEntry, float] | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(file.fileno())
+    try:
+        status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_ENTRY_BYTES:
             return None
-        try:
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
             return AgentEntry.model_validate_json(file.read(MAX_ENTRY_BYTES)), status.st_mtime
-        except (ValidationError, OSError):
-            return None
+    except (ValidationError, OSError):
+        return None
+    finally:
+        os.close(descriptor)
 
 
 def lives(pid: int, started_s: float) -> bool:

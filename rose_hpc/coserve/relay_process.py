@@ -13,6 +13,7 @@ from types import TracebackType
 from rose_hpc.control import write_private
 from rose_hpc.coserve.processes import OwnedProcess
 from rose_hpc.errors import RunFailed
+from rose_hpc.lifeline import first_to_go
 from rose_hpc.weights.relay_spec import RelaySpec
 
 RESTARTS = 10
@@ -48,6 +49,7 @@ class RelayProcess(OwnedProcess):
 
     async def _start_relay(self) -> None:
         await self.start([sys.executable, "-m", "rose_hpc.weights.relay", str(self._spec_path), self.name], {"OMP_NUM_THREADS": "1"})
+        first_to_go(self.pid)
         if rest := os.sched_getaffinity(0) - self._off_cpus:
             with suppress(ProcessLookupError):
                 os.sched_setaffinity(self.pid, rest)  # before it has threads, which inherit it

@@ -24,11 +24,11 @@ from rose_hpc.coserve.agent import say
 from rose_hpc.coserve.processes import OwnedProcess
 from rose_hpc.coserve.protection import in_thread
 from rose_hpc.coserve.quota import GateOnly, Quota
-from rose_hpc.coserve.quota.choice import choose_quota, is_gpu, resolved
+from rose_hpc.coserve.quota.choice import NOT_TO_BE_HAD, choose_quota, is_gpu, resolved
 from rose_hpc.coserve.serving_agent import terms_of
 from rose_hpc.coserve.serving_process import MakeServer, ServingProcess
 from rose_hpc.coserve.specs import AttachSpec, ServeSpec
-from rose_hpc.errors import EnvironmentFault, RunFailed
+from rose_hpc.errors import RunFailed
 from rose_hpc.http_api import first_of, stop_signals
 
 PAUSE_S = 1.0  # before an agent that ended starts again; doubles while it keeps ending
@@ -100,8 +100,8 @@ async def protected(spec: ServeSpec) -> tuple[ServeSpec, Quota | None]:
     try:
         gpu = spec.gpu if spec.gpu.gate_only else await in_thread(resolved, spec.gpu, spec.devices)
         return spec.model_copy(update={"gpu": gpu}), await in_thread(choose_quota, gpu, spec.devices)
-    except EnvironmentFault as fault:
-        say(f"nothing is lent, serving goes on: {fault}")
+    except NOT_TO_BE_HAD as error:
+        say(f"nothing is lent, serving goes on: {error}")
         return spec, None
 
 

@@ -50,6 +50,7 @@ class ServedPolicy:
         self._active = True
         self._paused = False
         self._serving: UpdateResult | None = None  # what is in the model
+        self._loaded = NO_VERSION  # the newest that was in the model
         self._latest = UpdateRequest(NO_VERSION, 0)  # the newest that was in the model, or that an update has noted
         self._proved = asyncio.Event()  # cleared from an update's pause to its proof
         self._proved.set()
@@ -131,7 +132,7 @@ class ServedPolicy:
         try:
             if not self._active and self._residency is not None:
                 await self._residency.come_back()
-            resume, next_step = self._active and not self._paused, request.version > self._latest.version
+            resume, next_step = self._active and not self._paused, request.version > self._loaded
             pause_s = await self._update.apply(prepared, resume, next_step)
             proof = await self._update.prove(prepared)
         except Exception as error:  # the edge to vLLM, which raises bare Exception for what failed in another process
@@ -140,7 +141,7 @@ class ServedPolicy:
             self.load_failed.set()
             raise Refused(500, f"loading version {request.version} failed; this engine ends", got=error) from error
         self._proved.set()
-        self._latest = request
+        self._latest, self._loaded = request, request.version
         apply_s = time.monotonic() - begin_s
         self._serving = UpdateResult(request.version, request.digest, apply_s, pause_s, proof, prepared.how, prepared.changed)
         return self._serving

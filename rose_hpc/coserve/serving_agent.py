@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import shutil
 import socket
 import sys
 from collections.abc import Callable
@@ -51,6 +52,8 @@ from rose_hpc.weights.arena_home import ArenaHome
 from rose_hpc.weights.relay_spec import RelayNode, RelaySpec
 
 MakeEngine = Callable[[EngineSpec, Path, str], EngineProcess]
+
+KEPT_LOGS = 50  # leases
 
 
 class ServingAgent:
@@ -130,7 +133,7 @@ class ServingAgent:
                 quota=status.quota,
             )
             try:
-                self._registry.write(entry)
+                await in_thread(self._registry.write, entry)  # a shared file system may hang: leases must expire all the same
             except OSError as error:
                 say(f"the registry {self._registry.folder} cannot be written: {error}")
             lending.terms_changed.clear()
@@ -157,11 +160,12 @@ class StayFactory:
         )
         write_private(folder / TOKEN_FILE, token)
         spec = EngineSpec(**offer.model_dump(), socket=folder / "e.sock", token_file=folder / TOKEN_FILE)
-        process = self._engine(spec, self._spec.logs_dir / f"engine-{ask.executor_id}.log", token)
-        relay = None if ask.relay is None else self._relay(ask.relay, folder)
+        logs = lease_logs(self._spec.logs_dir, folder.name)
+        process = self._engine(spec, logs / "engine.log", token)
+        relay = None if ask.relay is None else self._relay(ask.relay, folder, logs)
         return Stay(process, relay, self._device, board, ask.ceiling_frac)
 
-    def _relay(self, ask: RelayAsk, folder: Path) -> RelayProcess:
+    def _relay(self, ask: RelayAsk, folder: Path, logs: Path) -> RelayProcess:
         """It finds the run's controller as every relay does: by an address and a token in a private folder."""
         control = folder / "control"
         control.mkdir(mode=0o700)
@@ -176,7 +180,16 @@ class StayFactory:
             deadline_s=ask.deadline_s,
             lease_ttl_s=self._spec.max_ttl_s,
         )
-        return RelayProcess(spec, folder, self._spec.logs_dir, cores_of(self._spec))
+        return RelayProcess(spec, folder, logs, cores_of(self._spec))
+
+
+def lease_logs(logs_dir: Path, lease: str) -> Path:
+    """New folder for the logs of a lease; of earlier ones the newest KEPT_LOGS stay."""
+    folder = logs_dir / "leases" / lease
+    folder.mkdir(mode=0o700, parents=True)
+    for old in sorted(folder.parent.iterdir(), key=lambda path: path.lstat().st_mtime_ns)[: -KEPT_LOGS - 1]:
+        shutil.rmtree(old, ignore_errors=True)
+    return folder
 
 
 def terms_of(spec: ServeSpec) -> Terms:

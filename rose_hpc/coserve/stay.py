@@ -89,6 +89,7 @@ class Stay:
                 await started.enter_async_context(self._relay)
             self._engine.environment = self._device.rollout_starts(self._ceiling_frac)
             await started.enter_async_context(self._engine)
+            started.callback(self._device.give_back)  # of one that cannot be confined, too
             self._device.rollout_spawned(self._engine.pid)
             self._started = started.pop_all()
         return self

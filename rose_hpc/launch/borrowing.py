@@ -16,7 +16,7 @@ from rose_hpc.config import RunConfig
 from rose_hpc.coserve.borrower import Borrower
 from rose_hpc.coserve.lease_messages import LeaseAsk, LeaseGranted, RelayAsk
 from rose_hpc.coserve.registry import AgentEntry, Registry
-from rose_hpc.launch.preflight import arena_bytes
+from rose_hpc.launch.preflight import arena_bytes, is_loopback
 from rose_hpc.rollout.borrowed import BorrowedExecutors, LeaseNames
 from rose_hpc.rollout.controller import Borrow, ControllerSpec
 
@@ -62,7 +62,8 @@ def borrow_for(spec: ControllerSpec) -> Borrow | None:
 
     async def borrow(executors: BorrowedExecutors, url: str) -> None:
         run = RunBorrows(executors, wish_of(spec), lambda names: relay_of(config, names, url))
-        await Borrower(Registry(terms.registry), terms.leases, run, terms.up_deadline_s).run()
+        is_local = is_loopback(config.control.host)
+        await Borrower(Registry(terms.registry), terms.leases, run, terms.up_deadline_s, is_local=is_local).run()
 
     return borrow
 

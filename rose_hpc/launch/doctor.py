@@ -16,17 +16,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from rose_hpc.coserve.engine import is_cpu_build
 from rose_hpc.coserve.quota.cgroup import CgroupQuota
 from rose_hpc.coserve.quota.mps_control import EXECUTABLE
-from rose_hpc.coserve.quota.mps_devices import present_uuids
 from rose_hpc.errors import EnvironmentFault, RoseError
 from rose_hpc.launch import preflight
 
 OK, DEGRADED, MISSING = "ok", "degraded", "missing"
+REAP_DEADLINE_S = 2.0
 PROCESS_DEADLINE_S = 90.0  # vLLM's first import compiles and looks for hardware
 LEAST_SHM_BYTES = 1 << 30
 MPS_LIMITS = (
@@ -52,6 +53,7 @@ seen = reader["rows"]; seen.refresh()
 assert seen[0] == 7
 print(h5py.version.hdf5_version)
 """
+GPUS = "from rose_hpc.coserve.quota.mps_devices import present_uuids; print(', '.join(present_uuids()))"
 LOCKING = "import h5py, sys; h5py.File(sys.argv[1], 'w', locking=True).close()"
 
 
@@ -73,6 +75,8 @@ def examine(run_root: Path, tell: Callable[[str], None] = lambda name: None) -> 
             found[name] = check()
         except RoseError as fault:
             found[name] = Finding(MISSING, _line(fault))
+        except Exception as error:  # the edge to whatever is installed: one broken part must not hide the others
+            found[name] = Finding(MISSING, f"the check failed: {error!r}")
     return found
 
 
@@ -157,12 +161,10 @@ def _cgroup() -> Finding:
 
 
 def _gpu() -> Finding:
-    try:
-        uuids = present_uuids()
-    except EnvironmentFault as fault:
-        remedy = "" if is_cpu_build() else "install the NVIDIA driver, or the CPU build of vLLM"
-        return Finding(MISSING, _line(fault), remedy)
-    return Finding(OK, ", ".join(uuids)) if uuids else Finding(MISSING, "a driver, and no GPU")
+    said = _run([sys.executable, "-c", GPUS])
+    if not said.ok:
+        return Finding(MISSING, said.last, "" if is_cpu_build() else "install the NVIDIA driver, or the CPU build of vLLM")
+    return Finding(OK, said.last) if said.text.strip() else Finding(MISSING, "a driver, and no GPU")
 
 
 def _mps() -> Finding:
@@ -200,16 +202,24 @@ class _Said:
 
 def _run(command: Sequence[str], **env: str) -> _Said:
     """A process and what it said; its group is ended at the deadline."""
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **env}, process_group=0
-    ) as process:
-        try:
-            text, _ = process.communicate(timeout=PROCESS_DEADLINE_S)
-            return _Said(process.returncode == 0, text)
-        except subprocess.TimeoutExpired:
-            return _Said(False, f"no answer within {PROCESS_DEADLINE_S:g} s")
-        finally:
-            _end_group(process.pid)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env={**os.environ, **env},
+        process_group=0,
+    )
+    try:
+        text, _ = process.communicate(timeout=PROCESS_DEADLINE_S)
+        return _Said(process.returncode == 0, text)
+    except subprocess.TimeoutExpired:
+        return _Said(False, f"no answer within {PROCESS_DEADLINE_S:g} s")
+    finally:
+        _end_group(process.pid)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(REAP_DEADLINE_S)  # what hangs in the kernel stays; it must not keep us
 
 
 def _end_group(pid: int) -> None:

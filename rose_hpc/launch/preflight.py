@@ -5,6 +5,7 @@ Checks need no engine and no torch; together they take milliseconds.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import math
 import os
@@ -36,12 +37,25 @@ def check(config: RunConfig) -> None:
         check_model(config.model.path)
     policy = read_model_config(config.model.path) if config.model.tiny is None else tiny_shape(config.model.tiny)  # type: ignore[arg-type]
     check_engine(config.rollout.engine, policy)
+    check_patience(config.rollout.engine, "rollout.engine", config.control.start_deadline_s, "control.start_deadline_s")
     if config.serving is not None:
         check_serving(config.serving)
         check_lent_engine(config.serving.rollout, config.rollout.engine, policy)
     if config.borrow is not None:
         check_lent_engine(config.borrow.engine, config.rollout.engine, policy, "borrow.engine")
+        check_patience(config.borrow.engine, "borrow.engine", config.borrow.up_deadline_s, "borrow.up_deadline_s")
         check_reachable(config.control)
+
+
+def check_patience(engine: EngineConfig, section: str, deadline_s: float, name: str) -> None:
+    """Whoever waits for an engine must not give up before its own deadline."""
+    if deadline_s < engine.start_deadline_s:
+        raise ConfigError(
+            "an engine may take longer to start than it is waited for",
+            got=f"{name} = {deadline_s:g}",
+            expected=f"at least {section}.start_deadline_s = {engine.start_deadline_s:g}",
+            remedy=f"raise {name}, or lower {section}.start_deadline_s",
+        )
 
 
 def check_port(control: ControlConfig) -> None:
@@ -57,6 +71,14 @@ def check_reachable(control: ControlConfig) -> None:
             got=f"control.host = {control.host!r}",
             expected="an address of this machine that their machines reach",
         )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this address leads to its own machine from wherever it is used: agents elsewhere cannot reach a run there."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def find_mpiexec(command: str) -> str:

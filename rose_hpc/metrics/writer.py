@@ -109,6 +109,11 @@ class MetricsClient:
         return self._process.pid if self._process else None
 
     @property
+    def backlog(self) -> int:
+        """Rows that wait for the writer; whoever has many to record lets it catch up, so that none is dropped."""
+        return self._records.qsize()
+
+    @property
     def dropped(self) -> int:
         stranded = self._records.qsize() if self._fault is not None else 0
         return self._refused + self._unsent + stranded

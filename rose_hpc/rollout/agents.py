@@ -38,10 +38,11 @@ REJOINING = "opportunistic"  # the kind; a dedicated executor has nobody to brin
 
 @dataclass
 class _Held:
-    """One life of an agent. over: why it has ended, once it has."""
+    """One life of an agent. device: of its executors, where their ids do not come back. over: why it has ended, once it has."""
 
     client: AgentClient
     ttl_s: float
+    device: str | None = None
     over: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     renewing: asyncio.Task[None] | None = None
 
@@ -127,42 +128,45 @@ class AgentPool:
             return False
         return True
 
-    async def hold(self, agent: AgentUp, ttl_s: float) -> str:
+    async def hold(self, agent: AgentUp, ttl_s: float, device: str | None = None) -> str:
         """Welcome the agent of a lease, worth ttl_s from each renewal. Returns why it is over; its executors have left then.
+
+        device: under which what they show is remembered from lease to lease.
 
         However this ends, nobody renews the lease any more; it is the caller's to release.
         """
-        held = await self._welcome(agent, ttl_s)
+        held = await self._welcome(agent, ttl_s, device)
         try:
             return await held.over
         finally:
             if self._held.get(agent.agent_id) is held:
                 del self._held[agent.agent_id]
-            await held.close()
             self._all_leave(agent, "the lease was given back")
+            await held.close()
 
     async def _welcome_all(self) -> None:
         while True:
             await self._welcome(await self._arrivals.get(), self._config.lease_ttl_s)
 
-    async def _welcome(self, agent: AgentUp, ttl_s: float) -> _Held:
+    async def _welcome(self, agent: AgentUp, ttl_s: float, device: str | None = None) -> _Held:
         """A client and a renewal task for this agent, instead of those of an earlier life of it; its executors join."""
         if (old := self._held.pop(agent.agent_id, None)) is not None:
+            self._all_leave(old.client.agent, "its agent registered again")  # before its client is closed: no turn may be sent there
             await old.close()
-        held = self._held[agent.agent_id] = _Held(AgentClient(agent, agent.token or self._token), ttl_s)
+        held = self._held[agent.agent_id] = _Held(AgentClient(agent, agent.token or self._token), ttl_s, device)
         held.renewing = self._background.spawn(self._renew(held), f"renewing the lease of {agent.agent_id}")
         for info in agent.executors:
-            self._join(held.client, info)
+            self._join(held, info)
         self._joined.set()
         return held
 
-    def _join(self, client: AgentClient, info: ExecutorInfo) -> None:
-        executor = Executor(info.executor_id, info.kind, client, info.relay)
+    def _join(self, held: _Held, info: ExecutorInfo) -> None:
+        executor = Executor(info.executor_id, info.kind, held.client, info.relay, held.device)
         self._fleet.join(executor, info.max_concurrency)
         self._on_join(executor)
 
     async def _renew(self, held: _Held) -> None:
-        reason = await self._until_over(held.client, held.ttl_s)
+        reason = await self._until_over(held)
         agent = held.client.agent
         self._all_leave(agent, reason)
         for relay in {info.relay for info in agent.executors if info.kind == REJOINING and info.relay}:
@@ -170,8 +174,9 @@ class AgentPool:
         if not held.over.done():
             held.over.set_result(reason)
 
-    async def _until_over(self, client: AgentClient, ttl_s: float) -> str:
+    async def _until_over(self, held: _Held) -> str:
         """Renews until the lease is over; why it is."""
+        client, ttl_s = held.client, held.ttl_s
         heard_s, absences = time.monotonic(), Absences(self._rejoin_s)
         heartbeat_s = min(self._config.heartbeat_s, ttl_s / RENEWALS_PER_TTL)
         deadline_s = min(ttl_s, max(heartbeat_s, RENEWAL_DEADLINE_S))
@@ -185,7 +190,7 @@ class AgentPool:
                 heard_s = time.monotonic()
                 self._on_status(status)
                 self._drop_missing(client, status)
-                self._rejoin(client, status, absences)
+                self._rejoin(held, status, absences)
                 if self._is_of_no_use(client, absences):
                     return f"{client.agent.agent_id} is of no use: its executors were taken out again and again"
             await asyncio.sleep(heartbeat_s)
@@ -200,12 +205,12 @@ class AgentPool:
             if info.executor_id not in status.executor_ids:
                 self._fleet.leave(info.executor_id, "its engine ended")
 
-    def _rejoin(self, client: AgentClient, status: AgentStatus, absences: Absences) -> None:
+    def _rejoin(self, held: _Held, status: AgentStatus, absences: Absences) -> None:
         """Those that the agent still has, but the fleet has taken out."""
-        for info in client.executors:
+        for info in held.client.executors:
             is_out = info.executor_id in status.executor_ids and info.executor_id not in self._fleet.executors
             if is_out and info.kind == REJOINING and absences.is_due(info.executor_id, time.monotonic()):
-                self._join(client, info)
+                self._join(held, info)
 
     def _is_of_no_use(self, client: AgentClient, absences: Absences) -> bool:
         """All that it offers is out for good."""

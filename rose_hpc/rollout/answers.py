@@ -5,29 +5,34 @@ An engine is another process, perhaps another owner's: what it says is input. A 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from rose_hpc.messages import GenerateRequest, GenerateResult
 
 MAX_NUMBER = 2**31 - 1  # training rows carry token ids as int32
+LOGPROBS = (-1e6, 1e-3)  # at most 0 but for rounding; finite, and far from where float32 ends
 
 
-def answer_fault(request: GenerateRequest, result: GenerateResult) -> str | None:
-    """What is wrong with a complete answer to this request, or None."""
+def answer_fault(request: GenerateRequest, result: GenerateResult, vocabulary: int, newest_version: int) -> str | None:
+    """What is wrong with a complete answer to this request, or None.
+
+    vocabulary: token ids that the policy has are below; newest_version: no executor can have sampled with a later one.
+    """
     lengths = [len(result.token_ids), len(result.logprobs), len(result.policy_versions)]
     if result.request_id != request.request_id:
         return f"an answer to {result.request_id!r}"
     if min(lengths) < 1 or min(lengths) != max(lengths):
         return f"lists of {lengths} tokens, log probabilities and versions"
-    if not all(map(math.isfinite, result.logprobs)):
-        return "a log probability that is not finite"
-    if not _in_range(result.token_ids):
+    if not all(LOGPROBS[0] <= logprob <= LOGPROBS[1] for logprob in result.logprobs):  # false for what is no number
+        return "a log probability that is none"
+    if not _in_range(result.token_ids, min(vocabulary - 1, MAX_NUMBER)):
         return "a token id out of range"
-    if not _in_range(result.policy_versions):
-        return "a policy version out of range"
+    if not _in_range(result.policy_versions, newest_version):
+        return "a policy version that was not published"
+    if not 0 <= result.cached_tokens <= MAX_NUMBER:
+        return f"{result.cached_tokens} cached tokens"
     return None
 
 
-def _in_range(numbers: Sequence[int]) -> bool:
-    return 0 <= min(numbers) <= max(numbers) <= MAX_NUMBER
+def _in_range(numbers: Sequence[int], most: int) -> bool:
+    return 0 <= min(numbers) <= max(numbers) <= most

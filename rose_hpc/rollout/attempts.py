@@ -10,6 +10,8 @@ the trajectory's, its turn's and the attempt's number, from 0: what Trajectory.n
 Invariants, asserted by the tests: no request id is used twice; exactly one answer of a turn is accepted; after it, none is.
 
 It keeps no tokens, and knows no scheduler and no time.
+
+Not driven by the controller yet: it neither moves nor hedges turns.
 """
 
 from __future__ import annotations

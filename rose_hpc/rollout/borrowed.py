@@ -62,7 +62,7 @@ class BorrowedExecutors:
         url, token: open the agent's routes for this lease. ttl_s: what one renewal is worth.
         """
         info = ExecutorInfo(names.executor_id, FOLLOWERS, max_concurrency, -1, names.relay)
-        return await self._agents.hold(AgentUp(f"{agent}/{names.executor_id}", url, [info], token), ttl_s)
+        return await self._agents.hold(AgentUp(f"{agent}/{names.executor_id}", url, [info], token), ttl_s, device=agent)
 
     async def forget(self, names: LeaseNames) -> None:
         """The lease is over, or was never granted: nothing of it opens anything or is waited for."""

@@ -105,7 +105,7 @@ class AgentClient:
         try:
             async with self._session.post(path, data=encode(message), timeout=aiohttp.ClientTimeout(total=deadline_s)) as response:
                 body = await response.read()
-        except (TimeoutError, aiohttp.ClientError) as error:
+        except (TimeoutError, aiohttp.ClientError, ValueError) as error:  # ValueError: of an address or a token that HTTP cannot carry
             raise ExecutorError(
                 f"{self.agent.agent_id}{path}: no answer", got=repr(error), expected=f"an answer within {deadline_s:g} s"
             ) from error

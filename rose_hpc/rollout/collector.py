@@ -43,6 +43,10 @@ class TurnForm:
     def deadline_s(self) -> float:
         return self._deadline_s
 
+    @property
+    def vocabulary(self) -> int:
+        return self._tokenizer.vocabulary
+
     def first(self, observation: str) -> list[int]:
         return self._tokenizer.encode(observation if self._chat is None else self._chat.first(observation))
 

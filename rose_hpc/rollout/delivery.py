@@ -41,6 +41,7 @@ class Delivery:
     async def deliver(self, version: int) -> SyncResult:
         """Returns when the version serves on every dedicated executor. Raises what VersionSync.sync raises."""
         dedicated = self._fleet.of_kind("dedicated")
+        self._fleet.publishing(version)
         result = await self._sync.sync(version, dedicated)
         for executor in dedicated:
             self._fleet.ready(executor.executor_id, version)

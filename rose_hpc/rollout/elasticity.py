@@ -17,6 +17,8 @@ Hysteresis, so that a noisy forecast changes nothing:
 
 Invariants, asserted by the tests: never more than max_serving are held; nothing is acquired while a lease drains that could be kept;
 what is released has no turn in flight; a swing of demand costs at most one acquisition and one release per lease.
+
+Not driven by the controller yet: a run holds as many leases as its configuration says.
 """
 
 from __future__ import annotations

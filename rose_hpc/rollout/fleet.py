@@ -21,12 +21,16 @@ FAILURES_BEFORE_LEAVING = 3  # trajectories that lost a turn in a row, after whi
 
 @dataclass(frozen=True)
 class Executor:
-    """An executor as the controller reaches it. kind: "dedicated" or "opportunistic"; relay: whose arena it loads from."""
+    """An executor as the controller reaches it. kind: "dedicated" or "opportunistic"; relay: whose arena it loads from.
+
+    device: what it runs on, where its id does not come back and the device may.
+    """
 
     executor_id: str
     kind: str
     client: AgentClient
     relay: str = ""
+    device: str | None = None
 
 
 class FleetListener(Protocol):
@@ -43,6 +47,7 @@ class Fleet:
     def __init__(self, scheduler: RolloutScheduler, on_event: Callable[[str, str, str], None]) -> None:
         self.scheduler, self._on_event = scheduler, on_event
         self.listener: FleetListener | None = None
+        self.newest_version = -1  # no executor can serve a later one
         self._executors: dict[str, Executor] = {}
         self._failed_for: dict[str, set[str]] = {}  # executor → trajectories that it lost a turn of since its last success
 
@@ -57,13 +62,19 @@ class Fleet:
     def join(self, executor: Executor, max_concurrency: int) -> None:
         """A new executor, or one that was restarted: what its predecessor of that id had in flight is displaced."""
         self.leave(executor.executor_id, "it was started again")
-        self.scheduler.observe(ExecutorJoined(executor.executor_id, executor.kind, max_concurrency), time.monotonic())
+        joined = ExecutorJoined(executor.executor_id, executor.kind, max_concurrency, executor.device)
+        self.scheduler.observe(joined, time.monotonic())
         self._executors[executor.executor_id] = executor
         self._failed_for[executor.executor_id] = set()
         self._on_event("executor_up", executor.executor_id, executor.kind)
 
+    def publishing(self, version: int) -> None:
+        """Executors may serve this version from now on."""
+        self.newest_version = max(self.newest_version, version)
+
     def ready(self, executor_id: str, version: int) -> None:
         """The executor serves this version."""
+        self.publishing(version)
         if executor_id in self._executors:
             self.scheduler.observe(VersionApplied(executor_id, version), time.monotonic())
             if self.listener is not None:

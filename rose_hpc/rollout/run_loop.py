@@ -8,6 +8,7 @@
 
 Which groups are started, dropped and taken is decided in intake.py; under synchronous GRPO nothing runs while the trainer trains.
 Steps are counted in optimisation opportunities: a skipped step is a step. Versions are counted in updates.
+What walks every token of a batch runs in a thread: its groups no longer change, and what goes on meanwhile must not wait.
 A step of which every trajectory failed ends the run: it would skip for ever. So does a record with holes: it must not look well.
 """
 
@@ -93,15 +94,15 @@ class RunLoop:
         self._p.progress.phase = "rollout"
         batch = await self._sampler.next_batch(version)
         self._note_failures(step, batch)
-        rows = training_rows(batch.taken, self._sampling, version - self._max_staleness)
+        rows = await asyncio.to_thread(training_rows, batch.taken, self._sampling, version - self._max_staleness)
         trained: StepTrained | None = None
         synced: SyncResult | None = None
         if not is_zero_signal(rows):
             trained = await self._optimise(step, rows)
             synced = await self._sync(version + 1)
         if self._sampling.mode != "grpo":
-            self._event("sampling", f"step {step}", sampling_detail(batch, version, self._max_staleness))
-        record_batch(self._p.metrics, step, batch)
+            self._event("sampling", f"step {step}", await asyncio.to_thread(sampling_detail, batch, version, self._max_staleness))
+        await record_batch(self._p.metrics, step, batch)
         self._p.metrics.record("steps", **step_row(step, version, batch, trained, synced, time.monotonic() - start))
         self._show(step, success_frac(batch), time.monotonic() - start)
         return version if synced is None else synced.version
@@ -121,7 +122,7 @@ class RunLoop:
 
     async def _optimise(self, step: int, rows: list[Row]) -> StepTrained:
         self._p.progress.phase = "train"
-        packed = pack_rows(rows)
+        packed = await asyncio.to_thread(pack_rows, rows)
         replies = await self._p.workers.call(
             self._p.trainers, lambda i: TrainStep(i, step, packed), StepTrained, self._train.step_deadline_s
         )

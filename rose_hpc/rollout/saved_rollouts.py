@@ -133,7 +133,10 @@ class RolloutFiles:
         """What was saved at this step. Raises RunFailed: it is not there, or not whole."""
         path = self._folder / f"step-{step:06d}.msgpack"
         try:
-            return msgspec.msgpack.decode(path.read_bytes(), type=SavedRollouts)
+            saved = msgspec.msgpack.decode(path.read_bytes(), type=SavedRollouts)
+            if saved.format != FORMAT:
+                raise msgspec.ValidationError(f"format {saved.format!r} instead of {FORMAT!r}")
+            return saved
         except (OSError, msgspec.MsgspecError) as error:
             raise RunFailed(
                 f"the rollouts of the checkpoint at step {step} cannot be read",

@@ -141,7 +141,10 @@ class RolloutScheduler:
         return assignments
 
     def review(self, now_s: float) -> list[Move | Hedge]:
-        """Turns in flight that should be moved or hedged. Nothing while turns wait, or within REVIEW_S of the last review."""
+        """Turns in flight that should be moved or hedged. Nothing while turns wait, or within REVIEW_S of the last review.
+
+        Not driven by the controller yet.
+        """
         if not (self._moves or self._hedges) or self._queued or now_s < self._review_s:
             return []
         self._review_s = now_s + REVIEW_S
@@ -175,7 +178,10 @@ class RolloutScheduler:
         )
 
     def forecast(self) -> Forecast:
-        """What is left to do. Costs O(trajectories + executors): about once a second, for the elasticity policy."""
+        """What is left to do. Costs O(trajectories + executors): about once a second, for the elasticity policy.
+
+        Not driven by the controller yet.
+        """
         return forecast(self._trajectories.values(), self._roster.executors.values(), self._learned)
 
     def _executors_changed(self, event: RosterEvent, now_s: float) -> list[str]:

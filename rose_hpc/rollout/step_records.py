@@ -6,43 +6,75 @@ success and reward are means over all of its trajectories, whether or not they w
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from rose_hpc.errors import RunFailed
 from rose_hpc.messages import StepTrained
-from rose_hpc.metrics.writer import MetricsClient
+from rose_hpc.metrics.writer import QUEUE_ROWS, MetricsClient
 from rose_hpc.rollout.groups import RolloutBatch, oldest_version
 from rose_hpc.rollout.sampling import dead_groups_frac
 from rose_hpc.rollout.trajectories import State
 from rose_hpc.rollout.versions import SyncResult
 
 OPTIMIZER_FIGURES = ("loss", "kl", "grad_norm", "clip_frac", "logprob_diff_mean", "entropy", "optimizer_steps", "train_s")
+ROWS_AT_ONCE = 256
+MOST_QUEUED = QUEUE_ROWS // 2  # rows; the other half is for whoever else records meanwhile
+ROOM_DEADLINE_S = 60.0  # a writer that has taken nothing for so long hangs
 
 
-def record_batch(metrics: MetricsClient, step: int, batch: RolloutBatch) -> None:
-    """Rows of the tables `turns` and `trajectories`."""
-    for turn in batch.turns:
-        metrics.record("turns", step=step, **vars(turn))
-    index = 0
+async def record_batch(metrics: MetricsClient, step: int, batch: RolloutBatch) -> None:
+    """Rows of the tables `turns` and `trajectories`, as many as there are: no faster than the writer takes them, and not all at once.
+
+    Raises RunFailed: the writer does not keep up.
+    """
+    for count, (table, row) in enumerate(_rows(step, batch)):
+        if count % ROWS_AT_ONCE == 0:
+            await _until_room(metrics)
+        metrics.record(table, **row)
+
+
+def _rows(step: int, batch: RolloutBatch) -> Iterator[tuple[str, dict[str, Any]]]:
+    first = 0  # index in the batch of the group's first trajectory
     for number, group in enumerate(batch.groups):
-        for t in group.trajectories:
-            metrics.record(
+        for turn in group.turns:
+            yield "turns", {**vars(turn), "step": step, "trajectory": first + turn.trajectory}
+        for index, t in enumerate(group.trajectories, first):
+            yield (
                 "trajectories",
-                step=step,
-                trajectory=index,
-                group=number,
-                turns=t.turns,
-                tokens=len(t.token_ids),
-                reward=math.nan if t.reward is None else t.reward,
-                success=int(bool(t.success)),
-                outcome=t.state.value,
-                end_s=group.end_s[t.index],
+                {
+                    "step": step,
+                    "trajectory": index,
+                    "group": number,
+                    "turns": t.turns,
+                    "tokens": len(t.token_ids),
+                    "reward": math.nan if t.reward is None else t.reward,
+                    "success": int(bool(t.success)),
+                    "outcome": t.state.value,
+                    "end_s": group.end_s[t.index],
+                },
             )
-            index += 1
+        first += len(group.trajectories)
+
+
+async def _until_room(metrics: MetricsClient) -> None:
+    """Give way to the event loop, and wait while much is queued. A writer that has failed takes nothing: what it drops is counted."""
+    await asyncio.sleep(0)
+    end_s = time.monotonic() + ROOM_DEADLINE_S
+    while metrics.backlog > MOST_QUEUED and metrics.failed is None:
+        if time.monotonic() > end_s:
+            raise RunFailed(
+                "the metrics writer does not keep up",
+                got=f"{metrics.backlog} rows wait after {ROOM_DEADLINE_S:g} s",
+                remedy="see the disk, and logs/ in the run folder; then resume",
+            )
+        await asyncio.sleep(0.01)
 
 
 def record_event(metrics: MetricsClient, kind: str, subject: str, detail: str) -> None:
@@ -84,7 +116,7 @@ def step_row(
 ) -> dict[str, Any]:
     """The row of the table `steps`. Figures of the optimiser are absent (NaN) where the step was skipped."""
     rewards = [t.reward for t in batch.trajectories if t.reward is not None]
-    turns = batch.turns
+    turns = [turn for group in batch.groups for turn in group.turns]
     row: dict[str, Any] = {
         "step": step,
         "policy_version": version,

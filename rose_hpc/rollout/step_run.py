@@ -4,10 +4,10 @@
 
 Groups may be started at any time, also while others run, while the trainer trains and while a version is delivered.
 
-Every turn is one task: send, wait, step the environment. When a turn ends, the scheduler plans again. A lost turn (executor
-gone, time-out, abort, an answer that cannot be used) goes back to the scheduler under a new request id with all earlier
-tokens kept; after MAX_TRIES its trajectory fails, alone. A turn that the engine says it cannot run fails its trajectory at once, and
-so does a fault of its environment.
+Every turn is one task: send, wait, step the environment. When a turn ends, the scheduler plans again; and every TICK_S, since what a
+policy lets wait, and for what, changes with time. A lost turn (executor gone, time-out, abort, an answer that cannot be used) goes
+back to the scheduler under a new request id with all earlier tokens kept; after MAX_TRIES its trajectory fails, alone. A turn that the
+engine says it cannot run fails its trajectory at once, and so does a fault of its environment.
 An executor is blamed for what it failed to do: not for a request that cannot be run, and not for an abort. A trajectory is not blamed
 for turns that it lost with their executor: one whose lease is over leaves at the first answer that says so, with all its turns.
 
@@ -32,6 +32,7 @@ from rose_hpc.rollout.groups import Group, TurnRecord
 from rose_hpc.rollout.scheduler import TrajectoryEnded, TurnEnded, TurnReady
 from rose_hpc.rollout.trajectories import Trajectory
 
+TICK_S = 1.0
 MAX_TRIES = 3  # of one turn, before its trajectory fails
 
 
@@ -55,6 +56,11 @@ class TurnFormat(Protocol):
     @property
     def deadline_s(self) -> float: ...
 
+    @property
+    def vocabulary(self) -> int:
+        """Token ids that the policy has are below."""
+        ...
+
 
 @dataclass(frozen=True)
 class _Seat:
@@ -75,13 +81,17 @@ class Turns:
         self._fleet, self._form, self._take_env, self._give_env = fleet, form, take_env, give_env
         self._seats: dict[str, _Seat] = {}  # of the live trajectories
         self._rewards: dict[str, float] = {}  # of those that the scheduler knows
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()  # of trajectories; without the ticker, which says nothing about them
+        self._ticker: asyncio.Task[None] | None = None
         self._over: asyncio.Queue[Group | Exception] = asyncio.Queue()
         self._failed = False
 
     def start(self, groups: Sequence[Group]) -> None:
         """Play every trajectory of these groups that has not ended."""
         self._fleet.listener = self
+        if self._ticker is None:
+            self._ticker = asyncio.create_task(self._tick())
+            self._ticker.add_done_callback(self._report)
         for group in groups:
             if group.is_over:  # restored so
                 self._over.put_nowait(group)
@@ -111,6 +121,9 @@ class Turns:
             self._fleet.listener = None
         for task in self._tasks:
             task.cancel()
+        if self._ticker is not None:
+            self._ticker.cancel()
+            self._ticker = None
         for trajectory_id in self._rewards:
             self._fleet.scheduler.observe(TrajectoryEnded(trajectory_id), time.monotonic())
         self._rewards.clear()
@@ -158,6 +171,11 @@ class Turns:
             self._spawn(self._turn(trajectory, executors[assignment.executor_id], request))
         self._check_stuck()
 
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._dispatch()
+
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
@@ -165,9 +183,12 @@ class Turns:
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        self._report(task)
+        self._check_stuck()
+
+    def _report(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error if isinstance(error, Exception) else RunFailed("a turn failed", got=repr(error)))
-        self._check_stuck()
 
     def _fail(self, error: Exception) -> None:
         """Tell whoever asks for groups; once."""
@@ -205,7 +226,8 @@ class Turns:
         if result.finish_reason == "abort":
             self._lost(trajectory, request.request_id, f"aborted ({result.abort_reason})")
             return
-        if (fault := answer_fault(request, result)) is not None:
+        fault = answer_fault(request, result, self._form.vocabulary, self._fleet.newest_version)
+        if fault is not None:
             self._lost(trajectory, request.request_id, fault)
             self._fleet.turn_failed(executor, trajectory.trajectory_id, fault)
             return

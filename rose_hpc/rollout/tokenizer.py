@@ -27,6 +27,7 @@ class TurnTokenizer:
                 remedy="save it with a PreTrainedTokenizerFast",
             )
         self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        self.vocabulary = _rows_of(model_dir) or self._tokenizer.get_vocab_size()  # ids that the policy has are below
         self.eos_text = _end_of_turn(model_dir)
         self.eos_token_id = self._id_of(self.eos_text, model_dir)
 
@@ -44,6 +45,15 @@ class TurnTokenizer:
         if number is None:
             raise ConfigError("the tokenizer names no end of turn", got=f"eos_token = {eos_text!r} in {model_dir}/tokenizer_config.json")
         return int(number)
+
+
+def _rows_of(model_dir: Path) -> int:
+    """Ids that the policy has an embedding of: often some more than the tokenizer gives out. 0 where the folder does not say."""
+    try:
+        tree = json.loads((model_dir / "config.json").read_text())
+        return int(tree.get("text_config", tree).get("vocab_size", 0))
+    except FileNotFoundError:
+        return 0
 
 
 def _end_of_turn(model_dir: Path) -> str:

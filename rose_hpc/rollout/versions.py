@@ -33,6 +33,7 @@ from rose_hpc.rollout.workers import WorkerPool
 from rose_hpc.weights.digest import combine
 
 REFUSED = 409  # status of an update that does not fit the executor's state, such as a version that its arena holds no more
+NOTED = "noted"  # how an engine that holds no weights now takes a version: it loads it when it is active again
 SINK_RETRY_S = 0.5
 
 
@@ -112,6 +113,8 @@ class VersionSync:
         request = UpdateRequest(delivered.version, delivered.digest)
         update = await executor.client.update(executor.executor_id, request, self._deadline_s)
         self._record_update(executor.executor_id, delivered, update)
+        if update.how == NOTED:
+            raise ExecutorError(f"{executor.executor_id} is inactive: it has noted version {delivered.version}, and loaded nothing")
         if (update.version, update.digest) != (delivered.version, delivered.digest):
             raise DigestMismatch(
                 f"{executor.executor_id} serves other weights",

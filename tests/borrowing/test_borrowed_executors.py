@@ -13,9 +13,8 @@ import pytest
 from borrowing_run import TOKEN, BorrowingRun, registry_in
 from stand_in import StandInAgent, until
 
-from rose_hpc.coserve import lease_api
 from rose_hpc.coserve.lease_book import Reason
-from rose_hpc.messages import OVER_HEADER, TOKEN_HEADER, GenerateRequest, GenerateResult
+from rose_hpc.messages import TOKEN_HEADER, GenerateRequest, GenerateResult
 from rose_hpc.rollout.envs.base import StepResult
 from rose_hpc.rollout.fleet import Executor
 from rose_hpc.rollout.groups import Group, new_group
@@ -93,7 +92,7 @@ class Env:
 class Form:
     """Observations of one token, turns of two."""
 
-    deadline_s = 5.0
+    deadline_s, vocabulary = 5.0, 10
 
     def first(self, observation: str) -> list[int]:
         return [7]
@@ -234,7 +233,3 @@ def test_a_borrowed_relay_cannot_do_more_than_fetch(play: Callable[..., Borrowin
                     assert response.status == 403, path
 
     play(scene)
-
-
-def test_both_sides_of_a_lease_mean_the_same_header() -> None:
-    assert lease_api.OVER_HEADER == OVER_HEADER

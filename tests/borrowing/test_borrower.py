@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -13,9 +14,10 @@ from stand_in import MODEL, StandInAgent, until
 
 from rose_hpc.coserve.borrower import Borrower
 from rose_hpc.coserve.lease_book import Reason
-from rose_hpc.coserve.lease_client import LeaseClient
-from rose_hpc.coserve.lease_messages import LeaseAsk, LeaseGranted
+from rose_hpc.coserve.lease_client import LeaseClient, Refusal
+from rose_hpc.coserve.lease_messages import LeaseAsk, LeaseGranted, LeaseState
 from rose_hpc.coserve.registry import AgentEntry, Registry
+from rose_hpc.messages import AgentStatus, AgentUp, encode
 
 LOOK_S = 0.1
 WISH = LeaseAsk("run-a", "", str(MODEL), 1000, engine={"max_concurrency": 4}, ttl_s=1.0)
@@ -203,3 +205,100 @@ def test_a_bug_of_the_run_is_raised_and_not_swallowed(tmp_path: Path) -> None:
             assert agent.ends == ["released"]
 
     asyncio.run(scenario())
+
+
+def alone(tmp_path: Path, scene: Scene, registry: Registry | None = None, is_local: bool = False) -> Notes:
+    """A scene with a borrower and one agent, which ends with neither broken."""
+
+    async def scenario() -> Notes:
+        notes, known = Notes(), registry or Registry(tmp_path / "agents")
+        known.claim("a0")
+        async with StandInAgent("a0", known).open() as agent:
+            borrowing = asyncio.create_task(Borrower(known, 1, notes, 5.0, 0.1, LOOK_S, is_local).run())
+            try:
+                await scene(notes, borrowing, [agent])  # type: ignore[arg-type]
+                assert not borrowing.done()
+            finally:
+                borrowing.cancel()
+                await asyncio.gather(borrowing, return_exceptions=True)
+        return notes
+
+    return asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_a_registry_that_cannot_be_read_is_told_once_and_read_again(tmp_path: Path) -> None:
+    class Flaky(Registry):
+        fails = 3
+
+        def entries(self, now_s: float | None = None) -> list[AgentEntry]:
+            self.fails -= 1
+            if self.fails >= 0:
+                raise OSError(5, "Input/output error")
+            return super().entries(now_s)
+
+    async def scene(notes: Notes, borrower: Borrower, agents: list[StandInAgent]) -> None:
+        await until(lambda: notes.at_work == ["a0"], "a lease after all")
+
+    notes = alone(tmp_path, scene, Flaky(tmp_path / "agents"))
+    said = [detail for kind, _, detail in notes.events if kind == "lease_not_asked"]
+    assert len(said) == 1 and said[0].startswith("the registry cannot be read: ") and "Input/output error" in said[0]
+
+
+@pytest.mark.parametrize("changes", [{"url": "http://127.0.0.1:99999"}, {"key": "a\nb"}])
+def test_an_agent_whose_entry_makes_no_request_is_a_refusal_and_not_the_end(tmp_path: Path, changes: dict[str, object]) -> None:
+    async def scene(notes: Notes, borrower: Borrower, agents: list[StandInAgent]) -> None:
+        agents[0].list(**changes)
+        await until(lambda: "lease_refused" in notes.kinds("a0"), "the refusal")
+        await asyncio.sleep(3 * LOOK_S)
+
+    alone(tmp_path, scene)
+
+
+@pytest.mark.parametrize(("token", "ttl_s"), [("a\nb", 1.0), ("☂", 1.0), ("token", float("nan")), ("token", 0.0), ("token", float("inf"))])
+def test_a_lease_that_cannot_be_used_is_a_refusal(token: str, ttl_s: float) -> None:
+    async def scenario() -> None:
+        async with LeaseClient("http://127.0.0.1:1") as client:
+
+            async def granted(*_: object) -> bytes:
+                return encode(LeaseGranted("lease-0", token, ttl_s))
+
+            client._request = granted  # type: ignore[method-assign]
+            with pytest.raises(Refusal, match="cannot be used"):
+                await client.ask("key", WISH)
+
+    asyncio.run(scenario())
+
+
+def test_an_agent_that_answers_that_it_is_busy_is_not_silent() -> None:
+    """Its engine starts for longer than a renewal is worth; between two such answers one request gets none."""
+
+    async def scenario() -> AgentUp:
+        async with LeaseClient("http://127.0.0.1:1") as client:
+            client._ttl_s = 0.5
+            begin_s, looks = time.monotonic(), iter(range(1000))
+
+            async def request(method: str, path: str, *_: object) -> bytes:
+                if path == "/v1/health":
+                    return encode(AgentUp("a0", "http://a0", []))
+                if method == "POST":
+                    return encode(AgentStatus([], []))
+                if time.monotonic() - begin_s < 1.5:
+                    raise Refusal("busy", status=None if next(looks) % 2 else 503)
+                return encode(LeaseState("lease-0", 1.0, True, {}))
+
+            client._request = request  # type: ignore[method-assign, assignment]
+            return await client.until_up(5.0)
+
+    assert asyncio.run(scenario()).agent_id == "a0"
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_an_agent_elsewhere_is_not_asked_by_a_run_at_a_loopback_address(tmp_path: Path, is_local: bool) -> None:
+    async def scene(notes: Notes, borrower: Borrower, agents: list[StandInAgent]) -> None:
+        agents[0].list(host="another-machine")
+        kind = "lease_not_asked" if is_local else "lease_up"
+        await until(lambda: kind in notes.kinds("a0"), kind)
+        if is_local:
+            assert "set control.host" in notes.detail(kind) and not agents[0].asks
+
+    alone(tmp_path, scene, is_local=is_local)

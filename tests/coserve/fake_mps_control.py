@@ -6,9 +6,9 @@ mps_harness.py makes an executable of that name of it, and one of the server's n
     echo COMMAND | nvidia-cuda-mps-control
     nvidia-cuda-mps-control client     a process that initialises CUDA: joins the daemon or, as CUDA does, goes on without one
 
-Replies that NVIDIA documents: `ps` (title and columns), terminate_client (0), the order of set and get. Replies that users of drivers 550
-to 580 report: NO_DAEMON, BUSY, ALREADY, "Invalid process PID!", "Server PID not found", "Server not found", percentages as 25.0.
-Unknown commands, and the state of a server as a bare word, are guesses.
+Replies that NVIDIA documents: `ps` (title and columns), terminate_client (0). Replies that users of drivers 550 to 580 report: NO_DAEMON,
+BUSY, ALREADY, "Invalid process PID!", "Server PID not found", "Server not found", percentages as 25.0. Unknown commands, and the state of
+a server as a bare word, are guesses.
 
 What happened is in CUDA_MPS_LOG_DIRECTORY/events.log, a line each: commands, "joined PID", "left PID".
 
@@ -54,11 +54,10 @@ def note(event: str) -> None:
 
 
 class Daemon:
-    """One server at most: of the only user there is. server: pid and its percentage; clients: connection → pid, devices, command."""
+    """One server at most: of the only user there is. server: its pid, or 0; clients: connection → pid, devices, command."""
 
     def __init__(self) -> None:
-        self.default, self.server, self.percentage = 100.0, 0, 100.0
-        self.limits: dict[str, str] = {}
+        self.server = 0
         self.clients: dict[socket.socket, tuple[int, list[str], str]] = {}
         self.pids: dict[socket.socket, int] = {}  # also of those whose contexts were ended
         self.ui: socket.socket | None = None
@@ -114,7 +113,7 @@ class Daemon:
             connection.send(b"no such device")
             return
         if not self.server:
-            self.server, self.percentage = self.start_server(), self.default
+            self.server = self.start_server()
         self.clients[connection] = (pid, devices, command)
         self.pids[connection] = pid
         note(f"joined {pid}")
@@ -147,19 +146,9 @@ class Daemon:
             return self.ps()
         if name == "get_server_list":
             return str(self.server) if self.server else ""
-        if name.endswith("default_active_thread_percentage"):
-            self.default = float(arguments[0]) if name.startswith("set_") else self.default
-            return f"{self.default}"
-        if name.endswith("default_device_pinned_mem_limit"):
-            self.limits |= {arguments[0]: arguments[1]} if name.startswith("set_") else {}
-            return self.limits.get(arguments[0], "")
-        if name in (
-            "get_server_status",
-            "get_client_list",
-            "get_active_thread_percentage",
-            "set_active_thread_percentage",
-            "terminate_client",
-        ):
+        if name == "get_default_active_thread_percentage":
+            return "100.0"
+        if name in ("get_server_status", "get_client_list", "terminate_client"):
             return self.of_server(name, arguments, active)
         return f"Unrecognized command: {name}"
 
@@ -170,10 +159,7 @@ class Daemon:
             return "FAULT" if "faulted" in active else "ACTIVE"
         if name == "get_client_list":
             return "\n".join(str(pid) for pid, _, _ in self.clients.values())
-        if name == "terminate_client":
-            return "201" if "terminate_fails" in active else self.terminate(int(arguments[1]))
-        self.percentage = float(arguments[1]) if name.startswith("set_") else self.percentage
-        return f"{self.percentage}"
+        return "201" if "terminate_fails" in active else self.terminate(int(arguments[1]))
 
     def terminate(self, pid: int) -> str:
         for connection, client in self.clients.items():

@@ -98,7 +98,16 @@ def test_workers_are_bound_to_the_device_and_api_processes_are_kept_off_it(tmp_p
         ("release", [rollout]),
     ]
     device.give_back()
-    assert quota.calls[-2:] == [("release", [rollout_worker]), ("ceiling", 1.0, 1)]
+    assert quota.calls[-2:] == [("release", sorted([rollout, rollout_worker])), ("ceiling", 1.0, 1)]
+
+
+def test_an_engine_that_is_taken_back_while_it_starts_leaves_the_idle_class_with_its_workers(tmp_path, engines):
+    quota = RecordingQuota()
+    device = Device("lent", [min(os.sched_getaffinity(0))], quota, tmp_path / "board")
+    rollout, worker = engines(IDLE)
+    device.rollout_spawned(rollout)
+    device.give_back()
+    assert quota.calls[-2] == ("release", sorted([rollout, worker]))
 
 
 def test_an_engine_starts_under_its_ceiling_and_everything_that_belonged_to_it_is_ended_before_the_kill(tmp_path, engines):

@@ -270,6 +270,21 @@ def test_decisions_get_rarer_while_it_stays_shut(settings: GateSettings) -> None
     board.close()
 
 
+def test_decisions_beside_a_step_in_flight_make_no_later_one_longer(settings: GateSettings) -> None:
+    board = BoardWriter(settings.board, time.monotonic())
+    gate = Gate(replace(settings, hold_cap_s=0.01, stale_s=60.0))
+    board.publish(IDLE, TIMES, time.monotonic())
+    assert gate.admit(ONE, MOST)
+    gate.started(0, 1)
+    board.publish(decoding(0.0), TIMES, time.monotonic())
+    assert not any(gate.admit(ONE, MOST) for _ in range(5))
+    gate.finished()
+    begin_s = time.monotonic()
+    assert not gate.admit(ONE, MOST) and time.monotonic() - begin_s < 0.05
+    gate.close()
+    board.close()
+
+
 def test_step_times_are_learnt_from_what_steps_held(gate: Gate, clock: Clock) -> None:
     assert gate.times == StepTimes(0.0, 0.0, 0.0)
     taught(gate, clock, 0.02, batch=4)

@@ -7,14 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
+import psutil
 import pytest
+from mps_harness import gpu_uuid
 from serving_specs import serving_spec
 
+from rose_hpc.config import GpuConfig
 from rose_hpc.coserve.board import BoardWriter
 from rose_hpc.coserve.device import Device
 from rose_hpc.coserve.lender import RESTARTS, Lender
+from rose_hpc.coserve.protection import until_protected
 from rose_hpc.coserve.quota import GateOnly
-from rose_hpc.coserve.specs import AgentSpec, EngineOffer
+from rose_hpc.coserve.serve import protected
+from rose_hpc.coserve.specs import AgentSpec, EngineOffer, ServeSpec
 from rose_hpc.errors import ConfigError, RunFailed
 
 DEADLINE_S = 30
@@ -109,6 +114,91 @@ def test_a_board_that_cannot_be_read_is_no_board(spec: AgentSpec, tmp_path: Path
     lend(spec, stays)
     assert stays.count == 0
     assert "the device is not lent, serving goes on: the board cannot be read" in capsys.readouterr().err
+
+
+# ── what protects serving ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Unhealthy(GateOnly):
+    """Faulty for so many questions."""
+
+    def __init__(self, questions: int) -> None:
+        self.asked, self._questions = 0, questions
+
+    def fault(self) -> str | None:
+        self.asked += 1
+        return "the daemon is silent" if self.asked <= self._questions else None
+
+
+def test_waiting_for_protection_says_once_what_it_waits_for(tmp_path: Path) -> None:
+    quota, told = Unhealthy(5), list[str]()
+    asyncio.run(asyncio.wait_for(until_protected(Device("lent", [], quota, tmp_path / "board"), told.append, 0.01), DEADLINE_S))
+    assert quota.asked == 6 and told == ["the daemon is silent"]
+
+
+def test_a_device_that_is_unprotected_from_the_start_is_not_lent_and_the_log_says_why(
+    spec: AgentSpec, board: BoardWriter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stays = Stays(0)
+
+    async def life() -> None:
+        assert spec.serving is not None
+        device = Device("lent", [], Unhealthy(1000), spec.serving.board)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(Lender(spec, spec.logs_dir, stays).lend(device, asyncio.Event()), 0.5)
+
+    asyncio.run(life())
+    assert stays.count == 0
+    assert capsys.readouterr().err.count("nothing is lent until serving is protected, serving goes on: the daemon is silent") == 1
+
+
+class Server:
+    """A serving engine that answers at once and never ends."""
+
+    def __init__(self) -> None:
+        self.is_up = asyncio.Event()
+
+    async def __aenter__(self) -> Server:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        """Nothing to end."""
+
+    async def healthy(self) -> None:
+        self.is_up.set()
+
+    async def ended(self) -> None:
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), psutil.NoSuchProcess(4001)], ids=repr)
+def test_no_failure_to_find_protection_keeps_serving_from_starting(
+    spec: AgentSpec, failure: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*words: object) -> GateOnly:
+        raise failure
+
+    servers: list[Server] = []
+
+    def server(*words: object) -> Server:
+        servers.append(Server())
+        return servers[-1]
+
+    async def life() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(Lender(spec, spec.logs_dir, Stays(0), server).run(), 0.5)  # type: ignore[arg-type]
+
+    for module in ("lender", "serve"):
+        monkeypatch.setattr(f"rose_hpc.coserve.{module}.choose_quota", refuse)
+    asyncio.run(life())
+    assert [each.is_up.is_set() for each in servers] == [True]
+    assert f"the device is not lent, serving goes on: {failure}" in capsys.readouterr().err
+
+    folder = spec.logs_dir
+    gpu = GpuConfig(uuids=[gpu_uuid()], mps_folder=folder)
+    told = ServeSpec(name="op", serving=serving_spec(folder), registry=folder, logs_dir=folder, gpu=gpu)
+    assert asyncio.run(protected(told)) == (told, None)
+    assert f"nothing is lent, serving goes on: {failure}" in capsys.readouterr().err
 
 
 def test_without_serving_there_is_nothing_to_lend(spec: AgentSpec) -> None:

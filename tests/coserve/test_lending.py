@@ -20,6 +20,7 @@ from small_engine import SmallEngine, StillbornEngine, StubbornEngine
 
 from rose_hpc.config import EngineConfig
 from rose_hpc.control import write_private
+from rose_hpc.coserve import lease_memory
 from rose_hpc.coserve.board import BoardWriter
 from rose_hpc.coserve.device import Device
 from rose_hpc.coserve.lease_api import OVER_HEADER, LeaseRoutes
@@ -282,10 +283,10 @@ def test_an_engine_that_does_not_start_loses_the_lease_and_says_why(play: Callab
     assert "no such model" in capfd.readouterr().err
 
 
-def test_serving_under_pressure_takes_the_device_back(play: Callable[..., None]) -> None:
+def test_a_machine_that_is_short_of_memory_takes_the_device_back(play: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(place: Place, client: LeaseClient) -> None:
         family = await borrowed(place, client)
-        place.lending.press()
+        monkeypatch.setattr(lease_memory, "LEAST_FREE_FRAC", 1.1)
         assert (await until_free(place)).last.endswith("pressure")
         assert gone(family)
 

@@ -183,7 +183,7 @@ def test_a_daemon_starts_in_private_folders_answers_and_leaves_nothing(node: Nod
     assert not daemon.alive()
     daemon.start()
     health = daemon.health()
-    assert daemon.alive() and health.servers == {} and health.clients == () and not health.faulted
+    assert daemon.alive() and health.servers == {} and daemon.control.clients() == [] and not health.faulted
     assert [stat.S_IMODE(p.stat().st_mode) for p in (node.root, daemon.folders.pipes, daemon.folders.logs)] == [0o700] * 3
     process = psutil.Process(health.daemon)
     assert process.environ()["CUDA_VISIBLE_DEVICES"] == daemon.devices[0]
@@ -201,7 +201,8 @@ def test_clients_of_several_devices_are_seen_under_their_server(node: Node) -> N
     both, one = node.client(quota.serving_environment()), node.client(quota.rollout_environment([second]))
     health = quota.daemon.health()
     (server,) = health.servers
-    assert health.servers == {server: "ACTIVE"} and health.clients == (Client(server, both.pid), Client(server, one.pid))
+    assert health.servers == {server: "ACTIVE"}
+    assert quota.daemon.control.clients() == [Client(server, both.pid), Client(server, one.pid)]
     rows = quota.daemon.control.clients_on_devices()
     assert [(row.pid, row.device) for row in rows] == [(both.pid, first[:22]), (both.pid, second[:22]), (one.pid, second[:22])]
     one.kill()
@@ -275,7 +276,7 @@ def test_a_server_whose_daemon_died_is_not_joined_by_another_daemon_and_cleared_
     assert str(server.pid) in str(refused.value.got) and str(serving.pid) in str(refused.value.got) and not gone(server)
     serving.kill()
     heir.start()
-    assert gone(server) and heir.health().clients == ()
+    assert gone(server) and heir.control.clients() == []
 
 
 @pytest.mark.processes
@@ -302,14 +303,14 @@ def test_a_daemon_under_which_something_computes_survives_its_agent_and_is_adopt
         quota.daemon.close()
     assert "stays" in caplog.text
     heir = node.quota(device)
-    assert heir.require_clients([serving.pid]) and heir.daemon.health().clients
+    assert heir.require_clients([serving.pid]) and heir.daemon.health()
     heir.daemon.close()
     with pytest.raises(EnvironmentFault, match="has other devices, and is in use"):
         node.daemon(gpu_uuid()).start()
     serving.kill()
     left = processes_of(heir.daemon) if heir.daemon.alive() else []
     other = node.quota(gpu_uuid())
-    assert other.daemon.health().clients == () and all(map(gone, left))
+    assert other.daemon.control.clients() == [] and all(map(gone, left))
 
 
 AGENT = """
@@ -333,7 +334,7 @@ def test_sigkill_of_the_agent_costs_no_client_and_the_next_agent_goes_on(node: N
             heir.start()
         agent.kill()
     heir.start()
-    assert [client.pid for client in heir.health().clients] == [serving.pid]
+    assert [client.pid for client in heir.control.clients()] == [serving.pid]
     serving.kill()
     process = psutil.Process(heir.health().daemon)
     heir.close()
@@ -363,7 +364,7 @@ def test_what_a_killed_agent_left_silent_is_not_taken_over(node: Node) -> None:
     assert psutil.pid_exists(serving.pid)
     node.fault()
     heir.start()
-    assert heir.health().clients
+    assert heir.control.clients()
 
 
 @pytest.mark.processes
@@ -478,17 +479,12 @@ def test_an_engine_is_awaited_until_it_computes(node: Node) -> None:
 
 
 @pytest.mark.processes
-def test_a_ceiling_holds_for_the_next_engine_and_a_cap_for_contexts_to_come(node: Node) -> None:
+def test_a_ceiling_holds_for_the_next_engine(node: Node) -> None:
     quota = node.quota()
-    node.client(quota.rollout_environment())
     quota.set_ceiling(0.1)
     assert quota.rollout_environment()["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "10"
     assert quota.rollout_environment()["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == f"{quota.daemon.devices[0]}=20480M"
     assert "at most 10 % of the threads" in quota.describe()
-    (server,) = quota.daemon.control.servers()
-    assert quota.daemon.control.cap_of_future_clients(server) == 100.0
-    quota.cap_future_clients(40)
-    assert quota.daemon.control.cap_of_future_clients(server) == 40.0
 
 
 @pytest.mark.processes
@@ -505,17 +501,56 @@ def test_contexts_are_ended_before_the_process_is_and_serving_stays(node: Node) 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("word", "told"), [("terminate_fails", "201"), ("terminate_hangs", "does not answer"), ("hangs", "does not answer")]
+    ("word", "deadline_s", "told"),
+    [("terminate_fails", 10.0, "201"), ("terminate_hangs", 0.5, "does not answer"), ("hangs", 0.5, "does not answer")],
 )
-def test_contexts_that_cannot_be_ended_are_told_within_the_deadline(node: Node, word: str, told: str) -> None:
+def test_contexts_that_cannot_be_ended_are_told_within_the_deadline(node: Node, word: str, deadline_s: float, told: str) -> None:
     quota = node.quota()
     rollout = node.client(quota.rollout_environment())
-    quota.daemon.control = MpsControl(quota.daemon.folders, node.executable, 1.0)
     node.fault(word)
     began_s = time.monotonic()
-    refused = quota.end([rollout.pid], 0.5)
-    assert time.monotonic() - began_s < 2.5
+    refused = quota.end([rollout.pid], deadline_s)
+    assert time.monotonic() - began_s < deadline_s + 0.5
     assert list(refused) == [rollout.pid] and told in refused[rollout.pid]
+
+
+def test_a_deadline_of_the_client_list_is_that_of_all_its_commands_together(tmp_path: Path) -> None:
+    slow = tmp_path / EXECUTABLE
+    slow.write_text("#!/bin/sh\nsleep 0.4\necho 1\n")
+    slow.chmod(0o755)
+    control = MpsControl(MpsFolders(tmp_path), slow)
+    assert control.clients() == [Client(1, 1)]
+    began_s = time.monotonic()
+    with pytest.raises(DaemonSilent, match="get_client_list"):
+        control.clients(0.6)
+    assert time.monotonic() - began_s < 0.8
+
+
+def test_a_lock_that_cannot_be_opened_is_told_by_whoever_raises_nothing(executable: Path, tmp_path: Path) -> None:
+    """A full disk, say."""
+    (tmp_path / LOCK).mkdir()
+    quota = MpsQuota(MpsDaemon(tmp_path, [gpu_uuid()], executable), CEILING)
+    assert "its lock cannot be opened" in quota.end([1], 0.5)[1]
+
+
+@pytest.mark.processes
+def test_a_start_whose_log_cannot_be_written_says_so(node: Node) -> None:
+    node.fault()
+    (node.root / "log" / "start.log").mkdir()
+    with pytest.raises(EnvironmentFault, match="does not start") as refused:
+        node.daemon().start(1.0)
+    assert "start.log" in str(refused.value.got) and "nothing that can be read" in str(refused.value.got)
+
+
+@pytest.mark.processes
+def test_looking_after_the_daemon_asks_for_the_states_of_its_servers_only(node: Node) -> None:
+    quota = node.quota()
+    node.client(quota.serving_environment())
+    (server,) = quota.daemon.control.servers()
+    log = quota.daemon.folders.logs / "events.log"
+    before = len(log.read_text().splitlines())
+    assert quota.fault() is None
+    assert log.read_text().splitlines()[before:] == ["get_server_list", f"get_server_status {server}"]
 
 
 @pytest.mark.processes

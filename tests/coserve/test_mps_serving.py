@@ -9,14 +9,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from mps_harness import Node, make_executable
 from mps_place import Place, SmallServer, operator
-from small_engine import StubbornEngine
+from small_engine import SmallEngine, StubbornEngine
 
 from rose_hpc.control import make_token
 from rose_hpc.coserve.agent import Agent
@@ -120,11 +120,28 @@ def test_what_a_killed_owner_left_is_taken_over_by_the_next(place: Place) -> Non
     assert gone(daemon)
 
 
-def test_where_mps_cannot_be_had_users_are_served_and_nothing_is_lent(place: Place) -> None:
-    with serve(place, mps_control=place.folder / "absent") as running:
+def no_executable(place: Place) -> dict[str, object]:
+    return {"mps_control": place.folder / "absent"}
+
+
+def no_lock(place: Place) -> dict[str, object]:
+    """As on a full disk: what has to be opened cannot be."""
+    (place.node.root / "owner.lock").mkdir(parents=True)
+    return {}
+
+
+MISSING = pytest.mark.parametrize(("missing", "told"), [(no_executable, "MPS is not installed"), (no_lock, "owner.lock")])
+
+
+@MISSING
+def test_where_mps_cannot_be_had_users_are_served_and_nothing_is_lent(
+    place: Place, missing: Callable[[Place], dict[str, object]], told: str
+) -> None:
+    with serve(place, **missing(place)) as running:
         running.await_server()
         assert until(lambda: "serving model at" in running.log.read_text(), START_S)
-        assert "nothing is lent, serving goes on: MPS is not installed" in running.log.read_text()
+        (line,) = (line for line in running.log.read_text().splitlines() if "nothing is lent, serving goes on: " in line)
+        assert told in line
         assert "CUDA_MPS_PIPE_DIRECTORY" not in running.server().environ()
         assert len(psutil.Process(running.process.pid).children()) == 1  # no agent
         assert running.end() == 0
@@ -181,11 +198,14 @@ def test_a_lender_takes_the_device_back_when_the_daemon_dies_and_serving_goes_on
     assert "confined by MPS" in said and "serving is not protected any more" in said
 
 
-def test_a_lender_without_mps_lends_nothing_and_serves(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
+@MISSING
+def test_a_lender_without_mps_lends_nothing_and_serves(
+    place: Place, missing: Callable[[Place], dict[str, object]], told: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     stays = Stays()
 
     async def scene() -> None:
-        spec = lender_spec(place, mps_control=place.folder / "absent")
+        spec = lender_spec(place, **missing(place))
         lending = asyncio.create_task(Lender(spec, place.folder, stays, SmallServer).run())
         async with asyncio.timeout(START_S):
             while not spec.serving or not spec.serving.socket.exists():
@@ -196,17 +216,19 @@ def test_a_lender_without_mps_lends_nothing_and_serves(place: Place, capfd: pyte
         await asyncio.gather(lending, return_exceptions=True)
 
     asyncio.run(asyncio.wait_for(scene(), 60))
-    assert "the device is not lent, serving goes on: MPS is not installed" in capfd.readouterr().err
+    (line,) = (line for line in capfd.readouterr().err.splitlines() if "the device is not lent, serving goes on: " in line)
+    assert told in line
 
 
 # ── the agent of a run ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_agent_that_ends_takes_the_contexts_before_it_kills(place: Place) -> None:
+@pytest.mark.parametrize("kind", [SmallEngine, StubbornEngine])
+def test_an_agent_that_ends_takes_the_contexts_before_the_engine_ends_them_or_is_killed(place: Place, kind: type[SmallEngine]) -> None:
     offer = EngineOffer(executor_id="lent-0", model_dir=place.model, arena=place.folder)
     make_token(place.folder)
     spec = AgentSpec(agent_id="a0", control_dir=place.folder, logs_dir=place.folder, engines=[offer], start_deadline_s=START_S)
-    engine = type("GpuEngine", (StubbornEngine,), {"worker": (str(place.node.executable), "client")})
+    engine = type("GpuEngine", (kind,), {"worker": (str(place.node.executable), "client")})
     quota = place.node.quota(place.uuid)
 
     async def scene() -> int:

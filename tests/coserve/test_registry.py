@@ -155,3 +155,31 @@ def test_a_run_asks_those_that_can_grant_it_who_lend_most_first() -> None:
         "small": "an engine over 2 devices does not fit its 1",
         "other": "it does not allow the model /models/policy",
     }
+
+
+@pytest.mark.parametrize(
+    "url", ["", "http://", "ftp://h:1", "h:1", "http://h:1/x", "http://u:p@h:1", "http://h:1?x", "http://h:1#x", "http://h 1", "http://h\n"]
+)
+def test_an_entry_with_an_address_that_is_none_is_nobodys(registry: Registry, url: str) -> None:
+    registry.write(entry().model_copy(update={"url": url}))
+    assert registry.entries() == []
+    registry.write(entry(url="https://h:1/"))
+    assert len(registry.entries()) == 1
+
+
+def test_an_entry_that_goes_bad_while_it_is_read_is_nobodys(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry.write(entry())
+
+    def stale(descriptor: int) -> os.stat_result:
+        raise OSError(116, "Stale file handle")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fstat", stale)
+        found = read_entry(registry.folder / "a0.json")
+    assert found is None
+
+
+def test_a_folder_in_the_place_of_an_entry_hides_no_other(registry: Registry) -> None:
+    registry.write(entry())
+    (registry.folder / "a1.json").mkdir()
+    assert [listed.name for listed in registry.entries()] == ["a0"]

@@ -106,7 +106,14 @@ def test_which_of_two_agents_is_meant_must_be_said(tmp_path: Path) -> None:
     registry.claim("a0")
     (tmp_path / "operator.sock").touch()
     for name in ("a0", "a1"):
-        entry = {"name": name, "host": socket.gethostname(), "pid": here.pid, "pid_started_s": here.create_time(), "url": "", "key": ""}
+        entry = {
+            "name": name,
+            "host": socket.gethostname(),
+            "pid": here.pid,
+            "pid_started_s": here.create_time(),
+            "url": "http://127.0.0.1:1",
+            "key": "",
+        }
         entry |= {"operator_socket": tmp_path / "operator.sock", "devices": 1, "lending": True, "max_frac": 1, "max_ttl_s": 1}
         registry.write(AgentEntry.model_validate(entry | {"models": [], "state": "free", "quota": ""}))
     assert "--all, or --agent with one of: a0, a1" in failure("lend", "--off", "--registry", registry.folder)

@@ -31,6 +31,7 @@ from rose_hpc.coserve.registry import AgentEntry, Registry
 from rose_hpc.messages import TOKEN_HEADER, GenerateRequest, GenerateResult, UpdateResult, decode, encode
 from rose_hpc.models.llama import make_tiny_llama
 
+GRANT_DEADLINE_S = 20.0
 TINY = TinyLlamaConfig(hidden_size=128, layers=2, heads=4, kv_heads=2, head_dim=32)
 ENGINE = {"kv_cache_bytes": 16 << 20, "max_model_len": 4096, "max_concurrency": 8}
 START_S = 120
@@ -179,9 +180,17 @@ class Borrower:
 
     async def _granted(self) -> Any:
         await self._client.__aenter__()
-        granted = await self._client.ask(self.entry.key, self.ask)
-        self.renewed_s = time.monotonic()
-        return granted
+        end_s = time.monotonic() + GRANT_DEADLINE_S
+        while True:
+            try:
+                granted = await self._client.ask(self.entry.key, self.ask)
+            except Refusal as refusal:
+                if "one run per device" not in str(refusal) or time.monotonic() > end_s:
+                    raise
+                await asyncio.sleep(0.2)  # an earlier test's lease is not over yet
+            else:
+                self.renewed_s = time.monotonic()
+                return granted
 
     async def _renew(self) -> None:
         """Until the lease is over: `refused` says why."""

@@ -118,6 +118,7 @@ def home_of(entry: AgentEntry) -> Path:
     return entry.operator_socket.parent.parent
 
 
+@pytest.mark.chaos  # the short form is in test_kills.py
 def test_a_killed_agent_costs_no_user_a_request_and_the_next_one_clears_up_and_lends_again(operator: Operator) -> None:
     entry = operator.entry()
 

@@ -113,6 +113,33 @@ def test_shared_memory_of_any_childs_worker_groups_is_removed_and_nobody_elses(t
             segment.unlink(missing_ok=True)
 
 
+@pytest.mark.parametrize("failure", [None, OSError("in the way")], ids=repr)
+def test_what_has_to_happen_before_the_end_comes_before_any_signal_and_never_in_its_way(tmp_path: Path, failure: Exception | None) -> None:
+    process, seen = OwnedProcess("child", tmp_path / "log", tmp_path), list[bool]()
+
+    async def before_end() -> None:
+        await asyncio.sleep(0.3)  # time for a signal to take effect
+        seen.append(process.is_running)
+        if failure is not None:
+            raise failure
+
+    async def up() -> bool:
+        return "up" in (tmp_path / "log").read_text()
+
+    async def life() -> list[psutil.Process]:
+        process.before_end = before_end
+        await process.start([sys.executable, "-c", SLEEPER])
+        await process.until(up, 30)
+        child = [psutil.Process(process.pid), *family(process.pid)]
+        with contextlib.nullcontext() if failure is None else pytest.raises(OSError, match="in the way"):
+            await process.stop()
+        return child
+
+    child = asyncio.run(life())
+    assert seen == [True]
+    wait_until(lambda: not alive(child), 10, "the child's end")
+
+
 def test_a_deadline_of_the_question_itself_is_not_taken_for_the_start_deadline(tmp_path: Path) -> None:
     process = OwnedProcess("child", tmp_path / "log", tmp_path)
 

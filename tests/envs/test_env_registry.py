@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 from bad_envs import Counting, Forgetful
+from msgspec import structs
 
 from rose_hpc.config import ENVIRONMENT_NAMES, EnvConfig, parse
 from rose_hpc.errors import ConfigError, EnvironmentFault
+from rose_hpc.rollout.envs import registry
 from rose_hpc.rollout.envs.base import EnvFault, StepResult, checked
 from rose_hpc.rollout.envs.frozen_lake import FrozenLakeEnv
 from rose_hpc.rollout.envs.frozen_lake_text import FrozenLakeTextEnv
+from rose_hpc.rollout.envs.pool import SPARE_INSTANCES, EnvPool, _Call
 from rose_hpc.rollout.envs.registry import ENVIRONMENTS, Environments, find, make_env
 from rose_hpc.rollout.envs.tools import ToolsEnv
 from rose_hpc.rollout.envs.worker import Stage
@@ -116,20 +119,19 @@ class Watched(Counting):
 class Episode:
     """A recipe that grows, as a pool would send it."""
 
-    def __init__(self, stage: Stage, slot: int = 0, episode: int = 0, seed: int = 5) -> None:
-        self.stage, self.play = stage, Play(slot, episode, seed, [], NOTHING_SEEN)
+    def __init__(self, stage: Stage, slot: int = 0, episode: int = 0, seed: int = 5, instances: int = 9) -> None:
+        self.stage, self.play = stage, Play(slot, episode, seed, [], NOTHING_SEEN, instances)
 
     async def begin(self) -> Answer:
         return self._note(await self.stage.play(self.play))
 
     async def act(self, action: str) -> Answer:
-        self.play = Play(self.play.slot, self.play.episode, self.play.seed, [*self.play.actions, action], self.play.seen)
+        self.play = structs.replace(self.play, actions=[*self.play.actions, action])
         return self._note(await self.stage.play(self.play))
 
     def _note(self, answer: Answer) -> Answer:
         if isinstance(answer, Played):
-            p = self.play
-            self.play = Play(p.slot, p.episode, p.seed, p.actions, saw(p.seen, answer.observation))
+            self.play = structs.replace(self.play, seen=saw(self.play.seen, answer.observation))
         return answer
 
 
@@ -222,3 +224,56 @@ def test_an_episode_that_went_another_way_the_second_time_is_a_fault() -> None:
 
     answer = asyncio.run(play())
     assert isinstance(answer, Faulted) and "other observations" in answer.reason
+
+
+def test_a_stage_keeps_as_many_instances_as_it_is_told_and_an_episode_that_was_dropped_is_played_again(stage: Stage) -> None:
+    async def play() -> None:
+        episodes = [Episode(stage, slot, seed=slot, instances=2) for slot in range(3)]
+        for episode in episodes:
+            await episode.begin()
+            await episode.act("a")
+        assert (Watched.made, Watched.closed) == (3, 1)  # the first one's
+        assert await episodes[1].act("a") == said(2, 1)
+        assert Watched.made == 3
+        assert await episodes[0].act("a") == said(2, 0)
+        assert (Watched.made, Watched.closed) == (4, 2)  # the third one's: the second was used since
+        assert await episodes[1].act("a") == said(3, 1)
+        assert Watched.made == 4
+
+    asyncio.run(play())
+
+
+def test_a_worker_is_told_to_keep_what_it_played_last_and_a_few_more() -> None:
+    async def play() -> None:
+        pool = EnvPool(EnvConfig(workers=2))
+        told: list[list[int]] = [[], []]
+        for worker, plays in zip(pool._workers, told, strict=True):
+
+            async def answered(play: Play, plays: list[int] = plays) -> Played:
+                plays.append(play.instances - SPARE_INSTANCES)
+                return Played("here", 0.0, False, False)
+
+            worker.process.play = answered  # type: ignore[method-assign, assignment]
+        one, other = pool._workers
+        for worker, slots in ((one, (0, 1, 2, 1)), (other, (2, 1)), (one, (0,))):
+            for slot in slots:
+                begin = Play(slot, 0, 0, [], NOTHING_SEEN)
+                await pool._answer(worker, _Call(0, begin, asyncio.get_running_loop().create_future()))
+        assert told == [[1, 2, 3, 3, 1], [1, 2]]
+        pool.forget(2)
+        pool.forget(2)
+        assert pool._at_home[other] == 1
+        await pool.close()
+
+    asyncio.run(play())
+
+
+def test_what_is_played_in_this_process_is_closed_with_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+    Watched.closed = 0
+    monkeypatch.setattr(registry, "make_env", Watched)
+    environments = Environments(EnvConfig())
+    for _ in range(3):
+        environments.new()
+    asyncio.run(environments.close())
+    asyncio.run(environments.close())
+    assert Watched.closed == 3

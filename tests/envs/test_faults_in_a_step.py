@@ -35,7 +35,7 @@ SIZE = 2
 class SeedForm:
     """Observations "seed 3" and "seed 3, 1 actions" as two numbers; a token is a saying."""
 
-    deadline_s = 30.0
+    deadline_s, vocabulary = 30.0, len(SAYINGS)
 
     def later(self, trajectory: Trajectory, observation: str) -> list[int]:
         return self.first(observation)

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from rose_hpc.config import EnvConfig, parse
 from rose_hpc.errors import ConfigError
 from rose_hpc.models.expert import expert_episodes
+from rose_hpc.rollout.envs import lake_maps
+from rose_hpc.rollout.envs.base import EnvFault
 from rose_hpc.rollout.envs.frozen_lake import observation, shortest_actions
 from rose_hpc.rollout.envs.lake import Lake
-from rose_hpc.rollout.envs.lake_maps import fixed_rows, is_passable, map_rows, random_rows
+from rose_hpc.rollout.envs.lake_maps import Rows, fixed_rows, is_passable, map_rows, random_rows
 from rose_hpc.rollout.envs.registry import make_env
 
 CORRIDOR = "SFG/HHH"
@@ -103,3 +105,21 @@ def test_the_tiny_models_expert_refuses_what_is_not_said_in_its_words() -> None:
     for other in (EnvConfig(view="text"), EnvConfig(name="tools")):
         with pytest.raises(ConfigError, match="tiny model"):
             next(expert_episodes(other, noise_frac=0.5, seed=0))
+
+
+def test_a_seed_without_a_way_costs_its_episode_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    lake = Lake(EnvConfig(map_name="random", view="text"))
+
+    def none(side: int, frozen_frac: float, seed: int) -> Rows:
+        raise ConfigError("no way leads to the goal", got=f"seed {seed}")
+
+    monkeypatch.setattr(lake_maps, "random_rows", none)
+    with pytest.raises(EnvFault, match="no way leads"):
+        lake.begin(7)
+    monkeypatch.undo()
+    lake.begin(7)
+    assert lake.is_playing
+
+
+def test_a_groups_map_is_drawn_once() -> None:
+    assert random_rows(6, 0.8, 123456) is random_rows(6, 0.8, 123456)

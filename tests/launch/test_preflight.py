@@ -1,6 +1,7 @@
 """Sizing checks before the start, against hand-computed figures."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -133,3 +134,26 @@ def test_what_an_arena_takes_is_the_image_and_the_kept_deltas(tmp_path):
     save_file({"a": np.zeros((3, 5), np.float32)}, tmp_path / "one.safetensors")
     config = parse({"steps": 1, "model": {"tiny": {}}, "weights": {"retained_versions": 3, "wire_dtype": "bfloat16"}}, "test")
     assert preflight.arena_bytes(config, tmp_path) == 15 * 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("sections", "name"),
+    [
+        ({"rollout": {"engine": {"start_deadline_s": 900}}}, "control.start_deadline_s = 300"),
+        ({"borrow": {"model": "/m", "engine": {"start_deadline_s": 900}}}, "borrow.up_deadline_s = 300"),
+    ],
+)
+def test_an_engine_must_not_be_given_up_before_its_own_deadline(tmp_path, sections, name):
+    tree = {"steps": 1, "model": {"tiny": {}}, "weights": {"arena_root": str(tmp_path)}, "control": {"port": 0}}
+    with pytest.raises(ConfigError, match=re.escape(name)):
+        preflight.check(parse(tree | sections, "test"))
+    section = name.partition(".")[0]
+    longer = {**tree, **sections, section: {**sections.get(section, tree.get(section, {})), name.split(".")[1].split(" ")[0]: 900}}
+    preflight.check(parse(longer, "test"))
+
+
+@pytest.mark.parametrize(
+    ("host", "loops"), [("127.0.0.1", True), ("127.1.2.3", True), ("::1", True), ("localhost", True), ("10.0.0.1", False), ("node7", False)]
+)
+def test_a_loopback_address_leads_to_its_own_machine(host, loops):
+    assert preflight.is_loopback(host) is loops

@@ -108,3 +108,8 @@ with Supervisor(Path({str(tmp_path)!r})) as s:
         owner.wait(10)
     wait_until(lambda: not alive(int((tmp_path / "pid").read_text())))
     assert not (tmp_path / "survived").exists()
+
+
+def test_what_goes_first_when_memory_runs_out_says_so_to_the_kernel_and_so_do_its_children() -> None:
+    code = "from rose_hpc.lifeline import first_to_go; first_to_go(); import os; os.execvp('cat', ['cat', '/proc/self/oom_score_adj'])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout.strip() == "1000"

@@ -43,6 +43,7 @@ def test_both_kinds_of_executor_roll_out_and_serving_is_not_hurt(run_dir, launch
     assert set(frames.turns["kind"]) == {"dedicated", "opportunistic"}
 
 
+@pytest.mark.chaos
 @needs_two_cores
 def test_a_killed_controller_costs_no_serving_request_and_the_device_is_given_back(run_dir, launched):
     run = launched(coserving_run, run_dir, "steps=200")

@@ -8,7 +8,7 @@ from running import Launched, shared_memory, small_run, summary, wait_for_checkp
 
 from rose_hpc.metrics.run import Run
 
-pytestmark = [pytest.mark.life, pytest.mark.engine, pytest.mark.mpi]
+pytestmark = [pytest.mark.life, pytest.mark.engine, pytest.mark.mpi, pytest.mark.chaos]  # whole runs, minutes
 
 
 def test_dapo_trains_on_groups_with_variance_and_goes_on_with_what_still_ran(run_dir, launched):

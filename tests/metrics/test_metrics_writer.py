@@ -223,3 +223,13 @@ def test_the_next_attempt_follows_the_highest_file(tmp_path: Path) -> None:
     for name, following in [("metrics.h5", 1), ("metrics.1.h5", 2), ("metrics.10.h5", 11), ("metrics.old.h5", 11)]:
         (tmp_path / name).touch()
         assert next_attempt(tmp_path) == following
+
+
+def test_the_backlog_is_what_waits_for_the_writer(tmp_path: Path) -> None:
+    client = MetricsClient(tmp_path, 0)
+    for _ in range(3):
+        client.record("events", kind="early")
+    assert client.backlog == 3
+    client.start()
+    client.close(5)
+    assert (client.backlog, client.dropped) == (0, 0)

@@ -91,3 +91,17 @@ def test_an_answer_that_is_no_message_is_the_executor_s_fault():
 
     error = error_of(rubbish)
     assert error.status == 200 and not error.is_request_fault and "cannot be read" in str(error)
+
+
+@pytest.mark.parametrize("token", ["a\nb", "a\0b"])
+def test_a_token_that_http_cannot_carry_is_the_agents_fault(token):
+    async def scenario():
+        async with serving(authenticated_app("secret"), tcp_site("127.0.0.1", 0)) as runner:
+            client = AgentClient(AgentUp("agent-0", base_url(runner), []), token)
+            try:
+                with pytest.raises(ExecutorError, match="no answer"):
+                    await client.generate("e0", REQUEST, 1.0)
+            finally:
+                await client.close()
+
+    asyncio.run(scenario())

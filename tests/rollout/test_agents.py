@@ -118,6 +118,33 @@ def test_registering_again_replaces_the_earlier_life(count):
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("how", ["registered again", "given back"])
+def test_no_executor_is_left_when_its_agents_client_is_closed(how):
+    async def scenario():
+        fleet, arrivals, agents, *_ = pool()
+        async with agents, agent_process() as (up, seen):
+            holding = asyncio.create_task(agents.hold(up, ttl_s=2.5))
+            await until(lambda: seen["renewals"] >= 1)
+            client, there = agents._held[up.agent_id].client, []
+            close = client.close
+
+            async def closing():
+                there.append(list(fleet.executors))
+                await close()
+
+            client.close = closing
+            if how == "given back":
+                holding.cancel()
+            else:
+                arrivals.put_nowait(up)
+            await until(lambda: bool(there))
+            assert there == [[]]
+            holding.cancel()
+            await asyncio.gather(holding, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
 def test_an_opportunistic_executor_that_was_taken_out_joins_again_after_a_pause_while_its_agent_lists_it():
     async def scenario():
         fleet, arrivals, agents, events, _, joined = pool()
@@ -216,6 +243,24 @@ def test_whoever_holds_a_lease_and_is_cancelled_leaves_no_executor_and_no_renewa
             renewals = seen["renewals"]
             await asyncio.sleep(0.2)
             assert not fleet.executors and seen["renewals"] == renewals
+
+    asyncio.run(scenario())
+
+
+def test_what_a_device_has_shown_is_remembered_from_lease_to_lease():
+    async def scenario():
+        fleet, _, agents, *_ = pool()
+        known = fleet.scheduler._learned._known
+        async with agents:
+            for name in ("borrowed-0", "borrowed-1"):
+                async with agent_process() as (up, seen):
+                    seen["offers"] = [name]
+                    lease = AgentUp(name, up.url, [ExecutorInfo(name, "opportunistic", 4, -1, "relay-9")])
+                    holding = asyncio.create_task(agents.hold(lease, 2.5, device="a0"))
+                    await until(lambda: name in fleet.executors)  # noqa: B023
+                    assert list(known) == [("a0", "opportunistic")]
+                    holding.cancel()
+                    await asyncio.gather(holding, return_exceptions=True)
 
     asyncio.run(scenario())
 

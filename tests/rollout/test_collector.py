@@ -2,18 +2,20 @@
 
 import asyncio
 import random
+import time
 
 import pytest
 
 from rose_hpc.config import EnvConfig, SamplingConfig
 from rose_hpc.errors import RunFailed
 from rose_hpc.messages import GenerateResult
+from rose_hpc.rollout import step_run
 from rose_hpc.rollout.client import ExecutorError
 from rose_hpc.rollout.collector import Collector, TurnForm
 from rose_hpc.rollout.envs.base import EnvFault, StepResult
 from rose_hpc.rollout.fleet import FAILURES_BEFORE_LEAVING, Executor, Fleet
 from rose_hpc.rollout.groups import RolloutBatch, new_group
-from rose_hpc.rollout.scheduler import RolloutScheduler
+from rose_hpc.rollout.scheduler import RolloutScheduler, VersionApplied
 from rose_hpc.rollout.step_run import MAX_TRIES, Turns
 from rose_hpc.rollout.trajectories import State
 
@@ -23,6 +25,7 @@ GOAL_PATH = "DDRRDR"  # on the default 4x4 map
 
 class WordTokenizer:
     eos_token_id = 0
+    vocabulary = len(WORDS)
 
     def encode(self, text):
         return [WORDS.index(w) for w in text.split()]
@@ -286,6 +289,12 @@ FAULTY = {
     "infinite": lambda r: GenerateResult(r.request_id, r.token_ids, [-0.1, float("-inf")], r.policy_versions, "stop"),
     "negative token": lambda r: GenerateResult(r.request_id, [-1, 0], r.logprobs, r.policy_versions, "stop"),
     "huge token": lambda r: GenerateResult(r.request_id, [2**31, 0], r.logprobs, r.policy_versions, "stop"),
+    "a token that the policy has not": lambda r: GenerateResult(r.request_id, [len(WORDS), 0], r.logprobs, r.policy_versions, "stop"),
+    "huge log probability": lambda r: GenerateResult(r.request_id, r.token_ids, [-0.1, -1e30], r.policy_versions, "stop"),
+    "more than certain": lambda r: GenerateResult(r.request_id, r.token_ids, [-0.1, 0.5], r.policy_versions, "stop"),
+    "a version of the future": lambda r: GenerateResult(r.request_id, r.token_ids, r.logprobs, [5, 6], "stop"),
+    "fewer cached tokens than none": lambda r: GenerateResult(r.request_id, r.token_ids, r.logprobs, r.policy_versions, "stop", -1),
+    "more cached tokens than can be": lambda r: GenerateResult(r.request_id, r.token_ids, r.logprobs, r.policy_versions, "stop", 2**63),
     "no version": lambda r: GenerateResult(r.request_id, r.token_ids, r.logprobs, [5, -1], "stop"),
 }
 
@@ -354,3 +363,54 @@ def test_an_executor_that_leaves_in_the_middle_of_a_step_costs_no_trajectory():
     assert all(t.state is State.DONE and t.success for t in batch.trajectories)
     assert any(t.turns_lost for t in batch.trajectories)
     assert len(batch.turns) == 16 * 6  # a late answer of the one that left is not counted twice
+
+
+async def one_in_flight(client):
+    """Two trajectories; one waits for an executor that then becomes free without anybody's being told."""
+    fleet = Fleet(RolloutScheduler(), lambda *event: None)
+    turns = Turns(fleet, TurnForm(WordTokenizer(), SamplingConfig(), 200, 5.0), lambda: FaultyEnv(""), lambda env: None)
+    for name in ("a", "b"):
+        fleet.join(Executor(name, "dedicated", client), 1)
+    fleet.ready("a", 5)
+    turns.start([new_group(0, 0, 1, 2)])
+    async with asyncio.timeout(5):
+        while client.in_flight < 1:
+            await asyncio.sleep(0)
+    fleet.scheduler.observe(VersionApplied("b", 5), time.monotonic())
+    return turns, fleet
+
+
+def test_what_a_policy_lets_wait_is_planned_again_by_time_alone(monkeypatch):
+    monkeypatch.setattr(step_run, "TICK_S", 0.02)
+    client = ScriptedClient(delay_s=lambda: 1.0)
+
+    async def scenario():
+        turns, _ = await one_in_flight(client)
+        try:
+            await asyncio.sleep(0.5)
+            assert client.in_flight == 2  # no turn has ended meanwhile
+            assert {t.state for t in (await asyncio.wait_for(turns.ended(), 5)).trajectories} == {State.DONE}
+        finally:
+            turns.cancel()
+        await asyncio.sleep(0.05)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(scenario())
+
+
+def test_a_plan_that_raises_by_time_alone_is_told_to_whoever_waits(monkeypatch):
+    monkeypatch.setattr(step_run, "TICK_S", 0.02)
+
+    def broken(now_s):
+        raise KeyError("a bug")
+
+    async def scenario():
+        turns, fleet = await one_in_flight(ScriptedClient(delay_s=lambda: 30.0))
+        fleet.scheduler.plan = broken
+        try:
+            with pytest.raises(KeyError, match="a bug"):
+                await asyncio.wait_for(turns.ended(), 5)
+        finally:
+            turns.cancel()
+
+    asyncio.run(scenario())

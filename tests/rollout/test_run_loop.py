@@ -1,6 +1,7 @@
 """The training loop over scripted parts: what it trains on in each mode, what it checkpoints, and what ends the run."""
 
 import asyncio
+import threading
 
 import pytest
 from scripted_groups import ScriptedCollector, play
@@ -8,6 +9,8 @@ from scripted_groups import ScriptedCollector, play
 from rose_hpc.config import SamplingConfig, TrainConfig
 from rose_hpc.errors import RunFailed
 from rose_hpc.messages import CheckpointSaved, SaveCheckpoint, StepTrained, TrainStep, unpack_rows
+from rose_hpc.rollout import run_loop, step_records
+from rose_hpc.rollout.groups import RolloutBatch, new_group
 from rose_hpc.rollout.run_loop import LoopParts, Progress, RunLoop
 from rose_hpc.rollout.saved_rollouts import RolloutFiles
 from rose_hpc.rollout.versions import SyncResult
@@ -17,7 +20,7 @@ class Metrics:
     """Rows in memory; `failed` and `dropped` as the writer's client tells them."""
 
     def __init__(self):
-        self.rows, self.failed, self.dropped = [], None, 0
+        self.rows, self.failed, self.dropped, self.backlog = [], None, 0, 0
 
     def record(self, table, **row):
         self.rows.append((table, row))
@@ -291,3 +294,76 @@ def test_an_async_run_resumes_with_what_was_ready_and_starts_again_what_was_in_f
 def test_a_checkpoint_without_its_rollouts_is_refused(tmp_path):
     with pytest.raises(RunFailed, match="rollouts of the checkpoint at step 1 cannot be read"):
         Run(tmp_path, grpo(), steps=2).go(first_step=1, version=1)
+
+
+# ── large steps ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class SlowWriter(Metrics):
+    """Takes rows at the pace of the event loop, so many at a time."""
+
+    def __init__(self, rows_a_time):
+        super().__init__()
+        self.rows_a_time, self.most, self.turns_of_the_loop = rows_a_time, 0, 0
+
+    def record(self, table, **row):
+        super().record(table, **row)
+        self.backlog += 1
+        self.most = max(self.most, self.backlog)
+
+    async def take(self):
+        while True:
+            await asyncio.sleep(0)
+            self.turns_of_the_loop += 1
+            self.backlog = max(0, self.backlog - self.rows_a_time)
+
+
+def large_batch(turns):
+    group = new_group(0, 0, 1, 1)
+    play(group, 0, 1.0, turns=turns)
+    return RolloutBatch([group])
+
+
+def test_a_step_of_more_rows_than_the_queue_holds_waits_for_the_writer(monkeypatch):
+    monkeypatch.setattr(step_records, "MOST_QUEUED", 1000)
+
+    async def scenario():
+        metrics = SlowWriter(rows_a_time=50)
+        taking = asyncio.create_task(metrics.take())
+        await step_records.record_batch(metrics, 3, large_batch(5000))
+        taking.cancel()
+        return metrics
+
+    metrics = asyncio.run(scenario())
+    assert metrics.most <= 1000 + step_records.ROWS_AT_ONCE and metrics.turns_of_the_loop > 20
+    assert [row["turn"] for row in metrics.table("turns")] == list(range(5000)) and len(metrics.table("trajectories")) == 1
+    assert all(row["step"] == 3 for _, row in metrics.rows)
+
+
+def test_a_writer_that_takes_nothing_ends_the_run_and_one_that_failed_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(step_records, "MOST_QUEUED", 1000)
+    monkeypatch.setattr(step_records, "ROOM_DEADLINE_S", 0.05)
+    with pytest.raises(RunFailed, match="does not keep up"):
+        asyncio.run(step_records.record_batch(SlowWriter(0), 0, large_batch(2000)))
+    failed = SlowWriter(0)
+    failed.failed = "no space"
+    asyncio.run(step_records.record_batch(failed, 0, large_batch(2000)))
+    assert len(failed.rows) == 2001
+
+
+def test_what_walks_every_token_does_not_hold_up_the_event_loop(tmp_path, monkeypatch):
+    seen = {}
+
+    def noting(name, work):
+        def noted(*args):
+            seen[name] = threading.current_thread()
+            return work(*args)
+
+        return noted
+
+    for name in ("training_rows", "sampling_detail", "pack_rows"):
+        monkeypatch.setattr(run_loop, name, noting(name, getattr(run_loop, name)))
+    run = Run(tmp_path, SamplingConfig(mode="dapo", groups=1, group_size=2), steps=1)
+    run.collector.auto = winning(lambda: run)
+    run.go()
+    assert len(seen) == 3 and threading.main_thread() not in seen.values()

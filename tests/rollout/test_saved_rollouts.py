@@ -84,3 +84,10 @@ def test_a_folder_that_cannot_be_written_is_explained(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentFault, match="cannot save the rollouts"):
         RolloutFiles(tmp_path / "file" / "rollouts", kept=2).save(1, SavedRollouts(4, [], []))
+
+
+def test_rollouts_of_another_format_are_refused(tmp_path):
+    files = RolloutFiles(tmp_path, 2)
+    files.save(1, SavedRollouts(3, [], [], format="rose_hpc.rollouts/2"))
+    with pytest.raises(RunFailed, match="rollouts/2"):
+        files.load(1)

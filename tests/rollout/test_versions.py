@@ -132,6 +132,17 @@ def test_an_engine_that_loaded_other_bits_is_recorded_as_unverified_and_stops_th
     assert rows[-1][1]["verified"] == 0
 
 
+def test_an_inactive_engine_that_only_noted_a_version_has_not_loaded_it():
+    class Inactive(Agent):
+        async def update(self, executor_id, request, deadline_s):
+            return UpdateResult(request.version, request.digest, 0.0, 0.0, how="noted", proof="none", changed=0)
+
+    distribution, rows, go = sync(Inactive())
+    with pytest.raises(ExecutorError, match="is inactive"):
+        go()
+    assert rows[-1][1]["verified"] == 0 and distribution.doubted == []
+
+
 def delivery_over(dedicated, lent):
     """A delivery to one dedicated and one opportunistic executor, whose arenas get everything."""
     distribution, rows = ScriptedDistribution(), Rows()

@@ -254,6 +254,14 @@ async def test_only_a_newer_version_opens_a_cut_budget_again(engine: Engine) -> 
         assert engine.llm.arguments["reset"]["reset_running_requests"] is newer
 
 
+@running
+async def test_a_version_noted_while_inactive_opens_a_cut_budget_when_it_is_loaded(engine: Engine) -> None:
+    await engine.policy.deactivate()
+    assert (await engine.policy.update(engine.publish())).how == "noted"
+    await engine.policy.activate(NEWEST)
+    assert engine.llm.arguments["reset"]["reset_running_requests"]
+
+
 def test_an_engine_that_never_had_weights_gets_its_first_by_an_activation(engine: Engine) -> None:
     async def steps() -> None:
         assert await engine.refuses(engine.policy.activate(NEWEST), "is active") == 409

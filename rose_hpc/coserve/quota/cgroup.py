@@ -107,9 +107,11 @@ class CgroupQuota(KernelQuota):
         move(pid, origin if origin.exists() else self._hierarchy.own)
 
     def close(self) -> None:
-        with _refused_as_fault(self._group):
-            remove_group(self._group, self._give_back)
-        os.close(self._lock)
+        try:
+            with _refused_as_fault(self._group):
+                remove_group(self._group, self._give_back)
+        finally:  # what could not be removed is nobody's then, and the next construction clears it away
+            os.close(self._lock)
 
     def describe(self) -> str:
         held = "" if self._held_frac >= 1 else f", at most {self._held_frac:g} of the device"

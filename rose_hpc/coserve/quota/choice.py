@@ -16,6 +16,8 @@ import logging
 import os
 from pathlib import Path
 
+import psutil
+
 from rose_hpc.config import GpuConfig
 from rose_hpc.coserve.engine import is_cpu_build
 from rose_hpc.coserve.quota import best_quota
@@ -26,6 +28,9 @@ from rose_hpc.coserve.quota.mps_daemon import MpsDaemon
 from rose_hpc.coserve.quota.mps_devices import present_uuids, visible_uuids
 from rose_hpc.coserve.quota.mps_node import DEVICES_VARIABLE
 from rose_hpc.coserve.quota.sched_idle import SchedIdleQuota, scheduling_group
+from rose_hpc.errors import EnvironmentFault
+
+NOT_TO_BE_HAD = (EnvironmentFault, OSError, psutil.Error)  # a full disk, a process that ends while it is looked at: never serving's end
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +43,7 @@ def is_gpu(spec: GpuConfig) -> bool:
 def choose_quota(spec: GpuConfig, devices: int, beside: int | None = None) -> Quota:
     """The quota of a device. devices: GPUs that the serving engine spans. beside: pid of a server that runs; None: it starts after this.
 
-    Blocks. Raises EnvironmentFault: the device cannot be lent, and why. ConfigError: no such GPU.
+    Blocks. Raises one of NOT_TO_BE_HAD: the device cannot be lent, and why. ConfigError: no such GPU.
     """
     if not is_gpu(spec):
         return cpu_quota(beside)

@@ -3,7 +3,7 @@
     holds from an engine's start, by its environment           live, by the control daemon
     ───────────────────────────────────────────────────        ─────────────────────────────────────────────────
     active thread percentage  the ceiling                      terminate_client   an engine's contexts are gone
-    pinned memory limit       per device; more is refused      cap_future_clients contexts to come, serving's too
+    pinned memory limit       per device; more is refused
     client priority           serving 0, rollout 1: a hint
 
 A running client's limits cannot be changed (NVIDIA, "set_active_thread_percentage": existing clients are not affected): `set_ceiling` is
@@ -108,11 +108,6 @@ class MpsQuota:
         """Of the threads; the memory limit stays. One that runs keeps its own."""
         self._ceiling = Ceiling(frac, self._ceiling.memory_bytes)
 
-    def cap_future_clients(self, percentage: int) -> None:
-        """Of every context made from now on under a running server: a rollout engine's, but a restarted serving engine's as well."""
-        for server in self.daemon.control.servers():
-            self.daemon.control.cap_future_clients(server, percentage)
-
     def confine(self, serving_pids: Iterable[int], rollout_pids: Iterable[int]) -> None:
         """Check what was set at their start. Raises EnvironmentFault: serving is no client, or a rollout process has no limits."""
         if serving := list(serving_pids):
@@ -148,14 +143,14 @@ class MpsQuota:
         return found
 
     def end(self, rollout_pids: Iterable[int], deadline_s: float = TERMINATE_DEADLINE_S) -> dict[int, str]:
-        """Destroy the contexts of those that are clients, before they are killed; returns what was refused, by pid.
+        """Destroy the contexts of those that are clients, before they are ended; returns what was refused, by pid.
 
-        Raises nothing: whatever happens here, the device has to become free. A process whose contexts could not be destroyed should get
-        SIGTERM and time; SIGKILL may cost the server, and serving with it.
+        deadline_s: for all of it. Raises nothing: whatever happens here, the device has to become free. A process whose contexts could
+        not be destroyed should get SIGTERM and time; SIGKILL may cost the server, and serving with it.
         """
         end_s, refused, pids = time.monotonic() + deadline_s, dict[int, str](), set(rollout_pids)
         try:
-            clients = [client for client in self.daemon.control.clients() if client.pid in pids]
+            clients = [client for client in self.daemon.control.clients(deadline_s) if client.pid in pids]
         except RunFailed as failure:
             return dict.fromkeys(sorted(pids), str(failure))
         for client in clients:  # one after the other: the daemon refuses a second connection

@@ -95,13 +95,18 @@ class MpsControl:
     def __init__(self, folders: MpsFolders, executable: Path, deadline_s: float = COMMAND_DEADLINE_S) -> None:
         self._folders, self._executable, self._deadline_s = folders, executable, deadline_s
 
-    def servers(self) -> list[int]:
+    def servers(self, deadline_s: float | None = None) -> list[int]:
         """Pids of the daemon's servers: none before the first client."""
-        return self._pids("get_server_list")
+        return self._pids("get_server_list", deadline_s)
 
-    def clients(self) -> list[Client]:
-        """Every process that computes under this daemon."""
-        return [Client(server, pid) for server in self.servers() for pid in self._pids(f"get_client_list {server}")]
+    def clients(self, deadline_s: float | None = None) -> list[Client]:
+        """Every process that computes under this daemon. deadline_s: for all the commands that this takes, one a server and one more."""
+        end_s = self._end_s(deadline_s)
+        return [
+            Client(server, pid)
+            for server in self.servers(_left_s(end_s))
+            for pid in self._pids(f"get_client_list {server}", _left_s(end_s))
+        ]
 
     def clients_on_devices(self) -> list[ClientOnDevice]:
         """Which client uses which device; a client of two devices has two entries."""
@@ -122,14 +127,6 @@ class MpsControl:
         if reply not in TERMINATED:
             _not_understood(command, reply, "0: the contexts are gone")
 
-    def cap_future_clients(self, server: int, percentage: int) -> None:
-        """The most threads that contexts made from now on may use, under this server, serving's included. Those that run keep theirs."""
-        self.ask(f"set_active_thread_percentage {server} {percentage}")
-
-    def cap_of_future_clients(self, server: int) -> float:
-        """In percent."""
-        return self._number(f"get_active_thread_percentage {server}")
-
     def default_cap(self) -> float:
         """In percent, of servers to come. The cheapest question that the daemon itself answers: whether it is up."""
         return self._number("get_default_active_thread_percentage")
@@ -138,8 +135,8 @@ class MpsControl:
         """End the daemon and its servers. Returns when it has been told, not when it is gone."""
         self.ask("quit", deadline_s)
 
-    def _pids(self, command: str) -> list[int]:
-        reply = self.ask(command)
+    def _pids(self, command: str, deadline_s: float | None) -> list[int]:
+        reply = self.ask(command, deadline_s)
         words = reply.split()
         return [int(word) for word in words] if all(map(str.isdecimal, words)) else _not_understood(command, reply, "pids")
 
@@ -152,7 +149,7 @@ class MpsControl:
 
     def ask(self, command: str, deadline_s: float | None = None) -> str:
         """The reply without its line end."""
-        end_s = time.monotonic() + (self._deadline_s if deadline_s is None else deadline_s)
+        end_s = self._end_s(deadline_s)
         with self._alone(command, end_s):
             while True:
                 status, reply = self._ask_once(command, end_s)
@@ -161,6 +158,10 @@ class MpsControl:
                 if BUSY not in reply:
                     return reply if status == 0 else _not_understood(command, f"status {status}: {reply}", "status 0")
                 time.sleep(RETRY_S)
+
+    def _end_s(self, deadline_s: float | None) -> float:
+        """Of time.monotonic(). None: the deadline of this control."""
+        return time.monotonic() + (self._deadline_s if deadline_s is None else deadline_s)
 
     def _ask_once(self, command: str, end_s: float) -> tuple[int, str]:
         if (left_s := end_s - time.monotonic()) <= 0:
@@ -188,6 +189,11 @@ class MpsControl:
             lock = os.open(self._folders.root / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         except FileNotFoundError as error:
             raise DaemonGone("no MPS control daemon answers", got="no such folder", expected=f"{self._folders.root}") from error
+        except OSError as error:  # a full disk, say
+            raise RunFailed(
+                f"MPS control: {command} cannot be asked, as its lock cannot be opened",
+                got=f"{self._folders.root / LOCK}: {error.strerror}",
+            ) from error
         try:
             while not try_lock(lock):
                 if time.monotonic() > end_s:
@@ -203,6 +209,10 @@ class MpsControl:
             expected="an answer within its deadline",
             remedy=f"see {self._folders.logs}/control.log; serving goes on, but its device cannot be lent",
         )
+
+
+def _left_s(end_s: float) -> float:
+    return max(end_s - time.monotonic(), 0.0)
 
 
 def try_lock(descriptor: int) -> bool:

@@ -54,6 +54,7 @@ from rose_hpc.coserve.quota.mps_node import (
     running_daemon,
     servers_of,
     until,
+    words_of,
 )
 from rose_hpc.errors import EnvironmentFault, RunFailed
 
@@ -65,11 +66,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MpsHealth:
-    """servers: pid → state. clients: what computes under them."""
+    """daemon: its pid. servers: pid → state."""
 
     daemon: int
     servers: dict[int, str]
-    clients: tuple[Client, ...]
 
     @property
     def faulted(self) -> bool:
@@ -131,13 +131,12 @@ class MpsDaemon:
         return self._process is not None and not gone(self._process)
 
     def health(self) -> MpsHealth:
-        """Raises DaemonGone when it died, DaemonSilent when it does not answer, RunFailed otherwise."""
+        """One command a server and one more. Raises DaemonGone when it died, DaemonSilent when it does not answer, RunFailed otherwise."""
         if self._process is None or not self.alive():
             raise DaemonGone(
                 "the MPS control daemon has died", got=f"nothing at {self.folders.pipes}", remedy=f"see {self.folders.logs}/control.log"
             )
-        servers = {pid: self.control.server_state(pid) for pid in self.control.servers()}
-        return MpsHealth(self._process.pid, servers, tuple(self.control.clients()))
+        return MpsHealth(self._process.pid, {pid: self.control.server_state(pid) for pid in self.control.servers()})
 
     def close(self, deadline_s: float = STOP_DEADLINE_S) -> None:
         """End it and its servers, unless something computes under it: then leave it to the next owner. A joined one is left.
@@ -246,7 +245,7 @@ class MpsDaemon:
             self._end(STOP_DEADLINE_S)
         raise EnvironmentFault(
             "the MPS control daemon does not start",
-            got=f"{got}; it said: {start_log.read_text(errors='replace').strip() or 'nothing'}",
+            got=f"{got}; it said: {words_of(start_log)}",
             expected=f"an answer within {deadline_s:g} s",
             remedy=f"see {self.folders.logs}/control.log; without MPS a GPU is lent only with --gate-only",
         )
@@ -263,7 +262,7 @@ class MpsDaemon:
     def _users(self, deadline_s: float) -> list[int]:
         """Pids of what computes under it; where it does not answer, of whatever may."""
         try:
-            listed = MpsControl(self.folders, self._executable, deadline_s).clients()
+            listed = self.control.clients(deadline_s)
         except RunFailed as failure:
             log.warning("the MPS control daemon does not tell who uses it: %s", failure)
             return may_compute(self.folders.pipes)

@@ -59,6 +59,13 @@ def running_daemon(folders: MpsFolders) -> psutil.Process | None:
         ) from error
 
 
+def words_of(start_log: Path) -> str:
+    """What a start said. A log that cannot be read must not hide why it failed."""
+    with suppress(OSError):
+        return start_log.read_text(errors="replace").strip() or "nothing"
+    return "nothing that can be read"
+
+
 def devices_of(daemon: psutil.Process) -> list[str]:
     """As a daemon was told; none where it was told nothing, and has them all."""
     return [name for name in daemon.environ().get(DEVICES_VARIABLE, "").split(",") if name]

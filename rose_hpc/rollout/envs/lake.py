@@ -16,7 +16,8 @@ from typing import Any
 import gymnasium
 
 from rose_hpc.config import EnvConfig
-from rose_hpc.rollout.envs.base import outside_an_episode
+from rose_hpc.errors import ConfigError
+from rose_hpc.rollout.envs.base import EnvFault, outside_an_episode
 from rose_hpc.rollout.envs.lake_maps import Rows, map_rows
 
 ACTIONS = ("L", "D", "R", "U")  # position = gymnasium's action number
@@ -37,8 +38,11 @@ class Lake:
         self.is_playing = False
 
     def begin(self, seed: int) -> None:
-        """Put the agent at the start and seed the ice; seed >= 0."""
-        rows = map_rows(self._config, seed)
+        """Put the agent at the start and seed the ice; seed >= 0. Raises EnvFault: this seed has no map with a way to the goal."""
+        try:
+            rows = map_rows(self._config, seed)
+        except ConfigError as error:
+            raise EnvFault(error.what, got=error.got, remedy=error.remedy) from error
         if rows != self.rows:
             self._gym.close()
             self.rows, self._gym = rows, _make(rows, self._config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from gymnasium.envs.toy_text.frozen_lake import MAPS
 from gymnasium.utils.seeding import np_random
 
@@ -33,6 +35,7 @@ def fixed_rows(map_name: str) -> Rows:
     return rows
 
 
+@lru_cache(maxsize=1024)  # a group's trajectories have one seed
 def random_rows(side: int, frozen_frac: float, seed: int) -> Rows:
     """gymnasium's generate_random_map, but it gives up: below about 0.6 a large lake has no way across. Raises ConfigError."""
     random, _ = np_random(seed)

@@ -6,6 +6,7 @@ A call holds its episode's whole recipe (seed and actions), so that any worker c
 plays on; another plays it again first. What follows from that, and is asserted by the tests:
 - a worker that hangs, dies or says rubbish ends the episode it was playing, is killed, and its other episodes go on in the next one;
 - a call that takes long does not hold up the other episodes of its worker: after PATIENCE_S they go elsewhere;
+- a worker keeps as many instances as there are episodes that it played last, and SPARE_INSTANCES: an episode that moved on leaves none;
 - an episode that does not repeat itself ends with an EnvFault, never with wrong observations.
 
 No worker that can make the environment is not the fault of an episode: the error (UsageError, RunFailed) goes to whoever asked.
@@ -15,8 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
+
+from msgspec import structs
 
 from rose_hpc.config import EnvConfig
 from rose_hpc.errors import RunFailed
@@ -24,6 +27,7 @@ from rose_hpc.rollout.envs.base import EnvFault, StepResult, checked, outside_an
 from rose_hpc.rollout.envs.worker_messages import NOTHING_SEEN, Faulted, Play, saw
 from rose_hpc.rollout.envs.worker_process import WorkerProcess
 
+SPARE_INSTANCES = 4  # so that one which has moved on goes before one which only rests
 PATIENCE_S = 1.0  # after that, whoever waits behind a call goes to another worker
 
 
@@ -53,6 +57,7 @@ class EnvPool:
         self._workers = [_Worker(WorkerProcess(config)) for _ in range(config.workers)]
         self._common: deque[_Call] = deque()
         self._homes: dict[int, _Worker] = {}  # slot → who played its episode last
+        self._at_home: Counter[_Worker] = Counter()  # slots by home
         self._numbers = itertools.count()
         self._asked = asyncio.Event()
         self._closed = False
@@ -74,7 +79,13 @@ class EnvPool:
 
     def forget(self, slot: int) -> None:
         """The slot is no longer used."""
-        self._homes.pop(slot, None)
+        if (home := self._homes.pop(slot, None)) is not None:
+            self._at_home[home] -= 1
+
+    def _move_in(self, slot: int, worker: _Worker) -> None:
+        self.forget(slot)
+        self._homes[slot] = worker
+        self._at_home[worker] += 1
 
     async def close(self) -> None:
         """Kill the workers; whoever still waits gets RunFailed."""
@@ -110,10 +121,11 @@ class EnvPool:
         return min(queues, key=lambda queue: queue[0].number).popleft() if queues else None
 
     async def _answer(self, worker: _Worker, call: _Call) -> None:
-        self._homes[call.play.slot] = worker
+        self._move_in(call.play.slot, worker)
+        play = structs.replace(call.play, instances=self._at_home[worker] + SPARE_INSTANCES)
         impatience = asyncio.get_running_loop().call_later(PATIENCE_S, self._hold_up, worker)
         try:
-            answer = await worker.process.play(call.play)
+            answer = await worker.process.play(play)
             if isinstance(answer, Faulted):
                 raise EnvFault(answer.reason)
             result = checked(StepResult(answer.observation, answer.reward, answer.done, answer.success))

@@ -53,15 +53,21 @@ class Environments:
         """Raises ConfigError: no environment has that name."""
         self._config, self._slots = config, itertools.count()
         self._pool = EnvPool(config) if find(config.name).isolated else None
+        self._here: list[Env] = []  # those that are played in this process
 
     def new(self) -> Env:
         """One more instance. Raises ConfigError, EnvironmentFault: it cannot be made."""
-        return make_env(self._config) if self._pool is None else PooledEnv(self._pool, next(self._slots))
+        if self._pool is not None:
+            return PooledEnv(self._pool, next(self._slots))
+        self._here.append(make_env(self._config))
+        return self._here[-1]
 
     async def close(self) -> None:
-        """End the worker processes, if any. The instances are unusable afterwards."""
+        """End the worker processes, if any, and close the instances in this process. All are unusable afterwards."""
         if self._pool is not None:
             await self._pool.close()
+        while self._here:
+            await self._here.pop().close()
 
 
 async def try_out(config: EnvConfig) -> None:

@@ -2,10 +2,10 @@
 
     python -m rose_hpc.rollout.envs.worker         started by worker_process.py, with pipes as standard input and output
 
-It holds one instance per slot and continues its episode where the call says that it stands; any other episode is played again from
-its recipe first, and must then say what it said before. What the environment raises ends the episode, not the worker. What
-it prints goes to standard error: nothing but frames may reach the controller. It ends when its input does, and dies with its
-controller; where memory runs out, the kernel ends it first.
+It holds one instance per slot, of as many slots as it is told, the most recently used ones, and continues its episode where the call
+says that it stands; any other episode is played again from its recipe first, and must then say what it said before. What the
+environment raises ends the episode, not the worker. What it prints goes to standard error: nothing but frames may reach the
+controller. It ends when its input does, and dies with its controller; where memory runs out, the kernel ends it first.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Stage:
 
     def __init__(self, make: Callable[[], Env], played_again: Callable[[], None]) -> None:
         self._make, self._played_again = make, played_again
-        self._instances: dict[int, Instance] = {}
+        self._instances: dict[int, Instance] = {}  # the least recently used one first
 
     async def play(self, play: Play) -> Answer:
         """What the last action led to. Never raises for what the environment did."""
@@ -74,9 +74,12 @@ class Stage:
             await self._drop(slot)
 
     async def _play(self, play: Play) -> StepResult:
-        instance = self._instances.get(play.slot)
+        instance = self._instances.pop(play.slot, None)
+        while self._instances and len(self._instances) >= play.instances:
+            await self._drop(next(iter(self._instances)))
         if instance is None:
-            instance = self._instances[play.slot] = Instance(self._make())
+            instance = Instance(self._make())
+        self._instances[play.slot] = instance
         if not play.actions:
             return await _begin(instance, play)
         if (instance.episode, instance.played, instance.seen) != (play.episode, len(play.actions) - 1, play.seen):

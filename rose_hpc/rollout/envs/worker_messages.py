@@ -52,7 +52,7 @@ class Play(Message, frozen=True):
     """Play the last action of this episode; with no action, begin it.
 
     slot: which instance; it plays one episode at a time. episode: unique in the slot. seen: `saw` over the observations before the
-    last action, NOTHING_SEEN where there is none.
+    last action, NOTHING_SEEN where there is none. instances: most that the worker keeps, this one included.
     """
 
     slot: int
@@ -60,6 +60,7 @@ class Play(Message, frozen=True):
     seed: int
     actions: list[str]
     seen: bytes
+    instances: int = 1
 
 
 class Played(Message, frozen=True, tag=True):

@@ -28,11 +28,15 @@ class EventRejected(RoseError):
 
 @dataclass(frozen=True, slots=True)
 class ExecutorJoined:
-    """An executor may be used once it has applied the required version. kind: "dedicated" or "opportunistic"."""
+    """An executor may be used once it has applied the required version. kind: "dedicated" or "opportunistic".
+
+    device: what is learned of it is kept under this name, where its own id does not come back; None: under its id.
+    """
 
     executor_id: str
     kind: str
     max_concurrency: int
+    device: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

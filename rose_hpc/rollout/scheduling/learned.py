@@ -26,7 +26,7 @@ FOUND_LOST_S = 2.0  # from a loss to the next attempt: the stall deadline
 
 
 class Learned:
-    """Estimates of a run. An executor that comes back under its id finds its own again."""
+    """Estimates of a run. An executor that comes back under its id, or on its device, finds its own again."""
 
     def __init__(self) -> None:
         fleet = Pace()
@@ -35,11 +35,11 @@ class Learned:
         self.in_flight = 0  # attempts
         self._known: dict[tuple[str, Kind], tuple[ExecutorSpeed, LossRate]] = {}
 
-    def of_executor(self, executor_id: str, kind: Kind, now_s: float) -> tuple[ExecutorSpeed, LossRate]:
-        """Its estimates so far, or the priors."""
-        known = self._known.get((executor_id, kind))
+    def of_executor(self, name: str, kind: Kind, now_s: float) -> tuple[ExecutorSpeed, LossRate]:
+        """Its estimates so far, or the priors. name: of its device where it has one, else its id."""
+        known = self._known.get((name, kind))
         if known is None:
-            known = self._known[executor_id, kind] = ExecutorSpeed(self.kinds[kind], len(self._known), now_s), LossRate(kind)
+            known = self._known[name, kind] = ExecutorSpeed(self.kinds[kind], len(self._known), now_s), LossRate(kind)
         self.refresh()
         known[0].relax(now_s)
         return known

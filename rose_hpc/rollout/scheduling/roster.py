@@ -49,7 +49,7 @@ class Roster:
         kind = next((k for k in KINDS if k == event.kind), None)
         if kind is None or event.max_concurrency < 1:
             raise EventRejected("an executor cannot be used", got=event, expected=f"kind in {KINDS}, max_concurrency >= 1")
-        speed, risk = self._learned.of_executor(event.executor_id, kind, now_s)
+        speed, risk = self._learned.of_executor(event.device or event.executor_id, kind, now_s)
         executor = ExecutorRecord(event.executor_id, kind, event.max_concurrency, speed, risk)
         self.executors[event.executor_id] = executor
         return executor
