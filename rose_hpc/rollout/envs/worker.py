@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from rose_hpc.config import EnvConfig
 from rose_hpc.errors import RoseError, UsageError
-from rose_hpc.lifeline import die_with_parent
+from rose_hpc.lifeline import die_with_parent, first_to_go
 from rose_hpc.rollout.envs.base import Env, EnvFault, StepResult, checked, checked_observation
 from rose_hpc.rollout.envs.registry import make_env
 from rose_hpc.rollout.envs.worker_messages import (
@@ -166,8 +166,7 @@ async def _main(in_fd: int, out_fd: int) -> int:
 def main() -> int:
     """Process entry."""
     die_with_parent(signal.SIGKILL)
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")
+    first_to_go()
     in_fd, out_fd = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
