@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from mps_harness import CEILING, Node, Process, as_root, gpu_uuid, make_executable, process_of_another_user
+from mps_harness import CEILING, Node, Process, as_root, gpu_uuid, process_of_another_user
 
 from rose_hpc.coserve.quota.mps import MpsQuota
 from rose_hpc.coserve.quota.mps_attach import attached, listeners
@@ -32,12 +31,6 @@ with subprocess.Popen([sys.argv[2], "client"], stdout=subprocess.PIPE, text=True
     print(worker.stdout.readline().strip(), listener.getsockname()[1] if sys.argv[1] == "tcp" else 0, flush=True)
     time.sleep(600)
 """
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    with contextlib.closing(Node(make_executable(tmp_path / "bin"))) as node:
-        yield node
 
 
 @pytest.fixture

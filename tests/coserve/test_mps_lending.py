@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import tempfile
-from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 
 import aiohttp
 import psutil
 import pytest
-from mps_harness import Node, as_root, make_executable, process_of_another_user
+from mps_harness import as_root, process_of_another_user
 from mps_place import Place, borrowed, engine_of, operator, until_state
 from small_engine import SmallEngine
 
@@ -28,18 +25,6 @@ pytestmark = pytest.mark.processes
 
 DEADLINE_S = 60
 FOREVER = 1_000_000  # tokens
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    with contextlib.closing(Node(make_executable(tmp_path / "bin"))) as node:
-        yield node
-
-
-@pytest.fixture
-def place(node: Node) -> Iterator[Place]:
-    with tempfile.TemporaryDirectory(prefix="rose-test-") as folder:  # short: AF_UNIX allows 107 bytes
-        yield Place(Path(folder), node)
 
 
 Scene = Callable[[AgentEntry], Awaitable[None]]

@@ -8,13 +8,11 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from mps_harness import Node, make_executable
 from mps_place import Place, SmallServer, operator
 from small_engine import SmallEngine, StubbornEngine
 
@@ -29,18 +27,6 @@ from rose_hpc.coserve.specs import AgentSpec, EngineOffer, ServeSpec
 pytestmark = pytest.mark.processes
 
 START_S = 30
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    with contextlib.closing(Node(make_executable(tmp_path / "bin"))) as node:
-        yield node
-
-
-@pytest.fixture
-def place(node: Node) -> Iterator[Place]:
-    with tempfile.TemporaryDirectory(prefix="rose-test-") as folder:  # short: AF_UNIX allows 107 bytes
-        yield Place(Path(folder), node)
 
 
 def daemon_of(place: Place) -> psutil.Process:

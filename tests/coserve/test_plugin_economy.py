@@ -15,13 +15,6 @@ from rose_hpc.coserve.board import BoardReading, last_reading
 pytestmark = pytest.mark.engine  # imports vLLM
 
 
-@pytest.fixture(scope="module")
-def plugin() -> Any:
-    from rose_hpc.coserve import serving_plugin
-
-    return serving_plugin
-
-
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "board"

@@ -20,13 +20,6 @@ pytestmark = pytest.mark.engine  # imports vLLM
 TIMES = StepTimes(0.0, 0.01, 0.0)
 
 
-@pytest.fixture(scope="module")
-def plugin() -> Any:
-    from rose_hpc.coserve import serving_plugin
-
-    return serving_plugin
-
-
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "board"

@@ -44,9 +44,14 @@ T = TypeVar("T")
 
 
 class Operator:
-    """A serving engine on a Unix socket with its agent, and the operator's commands. devices: that a lent engine may span, on one core."""
+    """A serving engine on a Unix socket with its agent, as `rose-hpc serve` starts them, and the operator's commands.
 
-    def __init__(self, folder: Path, slo: SloConfig, max_ttl_s: float, devices: int = 1) -> None:
+    devices: that a lent engine may span, on one core.
+    """
+
+    def __init__(
+        self, folder: Path, slo: SloConfig | None = None, max_ttl_s: float = 10.0, devices: int = 1, max_frac: float = 1.0
+    ) -> None:
         self.folder, self.socket = folder, folder / "users.sock"
         self.url = f"unix:{self.socket}"
         self.registry = Registry(folder / "agents")
@@ -56,7 +61,8 @@ class Operator:
         self.policies = Policies(folder / "offered", self._make)
         words: list[object] = ["--name", "op", "--registry", self.registry.folder, "--logs", folder / "logs", "--socket", self.socket]
         words += ["--allow-model", self.policies.model_dir, "--kv-cache-bytes", 32 << 20, "--max-ttl-s", max_ttl_s]
-        words += ["--slo-ttft-s", slo.ttft_s, "--slo-tpot-s", slo.tpot_s]
+        words += ["--lend-max-frac", max_frac]
+        words += [] if slo is None else ["--slo-ttft-s", slo.ttft_s, "--slo-tpot-s", slo.tpot_s]
         with (folder / "log").open("wb") as log:
             command = CLI if devices == 1 else [sys.executable, str(SPANNING), str(devices)]
             self.process = subprocess.Popen([*command, "serve", str(folder / "llama"), *map(str, words)], stdout=log, stderr=log)

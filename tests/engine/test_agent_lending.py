@@ -3,83 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 from closed_loop import Traffic
-from engine_harness import Policies, alive, family, kill, turn, wait_until
+from engine_harness import Policies, alive, family, turn, wait_until
+from lending_operator import CLI, ENGINE, START_S, Operator, home_of
 
-from rose_hpc.config import TinyLlamaConfig
 from rose_hpc.coserve.attached import check_model
 from rose_hpc.coserve.board import BoardWriter
 from rose_hpc.coserve.lease_client import LeaseClient
 from rose_hpc.coserve.lease_messages import LeaseAsk
-from rose_hpc.coserve.registry import AgentEntry, Registry
 from rose_hpc.errors import EnvironmentFault
 from rose_hpc.messages import TOKEN_HEADER, GenerateResult, decode, encode
-from rose_hpc.models.llama import make_tiny_llama
 
 pytestmark = pytest.mark.engine
-
-TINY = TinyLlamaConfig(hidden_size=128, layers=2, heads=4, kv_heads=2, head_dim=32)
-ENGINE = {"kv_cache_bytes": 16 << 20, "max_model_len": 4096, "max_concurrency": 8}
-START_S = 120
-CLI = [sys.executable, "-m", "rose_hpc.cli"]
-
-
-class Operator:
-    """A serving engine on a Unix socket with its agent, as `rose-hpc serve` starts them, and the operator's commands."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.socket = folder, folder / "users.sock"
-        self.registry = Registry(folder / "agents")
-        make_tiny_llama(folder / "llama", TINY, seed=0)
-        (folder / "offered").mkdir()
-        self.policies = Policies(folder / "offered")
-        options = ["--name", "op", "--registry", self.registry.folder, "--logs", folder / "logs", "--socket", self.socket]
-        options += ["--allow-model", self.policies.model_dir, "--lend-max-frac", "0.5", "--kv-cache-bytes", str(32 << 20)]
-        with (folder / "log").open("wb") as log:
-            argv = [*CLI, "serve", str(folder / "llama"), *map(str, options)]
-            self.process = subprocess.Popen(argv, stdout=log, stderr=log)
-        self.seen: set[psutil.Process] = set()
-
-    def entry(self, not_pid: int = 0) -> AgentEntry:
-        """Of the agent, once it lends; another one than a killed one."""
-
-        def there() -> bool:
-            assert self.process.poll() is None, (self.folder / "log").read_text()[-3000:]
-            return any(e.pid != not_pid for e in self.registry.entries())
-
-        wait_until(there, START_S, "the agent's registration")
-        self.seen |= set(family(self.process.pid))
-        return self.registry.find("op")
-
-    def lend(self, *options: str) -> dict[str, object]:
-        argv = [*CLI, "lend", *options, "--registry", str(self.registry.folder), "--json"]
-        answer = subprocess.run(argv, capture_output=True, text=True, timeout=60)
-        assert answer.returncode == 0, answer.stderr
-        (status,) = json.loads(answer.stdout)["agents"]
-        return dict(status)
-
-    def close(self) -> None:
-        self.seen |= set(family(self.process.pid))
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            self.process.wait(30)
-        left = alive(list(self.seen))
-        for each in left:
-            kill(each)
-        assert not left
 
 
 class Server:
@@ -102,7 +47,7 @@ def users(operator: Operator) -> Traffic:
 @pytest.fixture(scope="module")
 def operator() -> Iterator[Operator]:
     with tempfile.TemporaryDirectory(prefix="rose-test-") as folder:  # short: AF_UNIX allows 107 bytes
-        running = Operator(Path(folder))
+        running = Operator(Path(folder), max_frac=0.5)
         try:
             running.entry()
             yield running
@@ -112,10 +57,6 @@ def operator() -> Iterator[Operator]:
 
 def ask(operator: Operator, run_id: str) -> LeaseAsk:
     return LeaseAsk(run_id, "lent-0", str(operator.policies.model_dir), arena_bytes=1 << 20, engine=dict(ENGINE), ceiling_frac=0.5)
-
-
-def home_of(entry: AgentEntry) -> Path:
-    return entry.operator_socket.parent.parent
 
 
 @pytest.mark.chaos  # the short form is in test_kills.py
