@@ -183,6 +183,11 @@ def _line(record: Record) -> bytes:
     return json.dumps({"table": record[0], "row": record[1]}).encode() + b"\n"
 
 
+def record_event(metrics: MetricsClient, kind: str, subject: str, detail: str) -> None:
+    """Now, a row of the table `events`."""
+    metrics.record("events", time_s=time.time(), kind=kind, subject=subject, detail=detail)
+
+
 # ── the writer's process ─────────────────────────────────────────────────────────────────────────────────────────────
 
 

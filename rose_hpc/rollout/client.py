@@ -2,7 +2,7 @@
 
 An agent of the run's own, opened by the run's token, and one that lends, opened by the token of a lease, have the same routes. One
 pooled aiohttp session per agent. A refused or failed request, or an answer that is no message, raises ExecutorError; what to do about
-it is decided by the caller (step_run.py retries turns, versions.py fails the sync).
+it is decided by the caller (turns.py retries turns, versions.py fails the sync).
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from rose_hpc.rollout.envs.base import Env
 from rose_hpc.rollout.envs.registry import Environments
 from rose_hpc.rollout.fleet import Fleet
 from rose_hpc.rollout.groups import Group
-from rose_hpc.rollout.step_run import TurnFormat, Turns
 from rose_hpc.rollout.tokenizer import TurnTokenizer
 from rose_hpc.rollout.trajectories import Trajectory
+from rose_hpc.rollout.turns import TurnFormat, Turns
 
 
 class TurnForm:

@@ -21,7 +21,7 @@ from rose_hpc.control import publish_address, read_token
 from rose_hpc.errors import RunFailed
 from rose_hpc.http_api import base_url, serving, tcp_site
 from rose_hpc.messages import AgentStatus, AgentUp, WorkerUp
-from rose_hpc.metrics.writer import MetricsClient
+from rose_hpc.metrics.writer import MetricsClient, record_event
 from rose_hpc.rollout.agents import AgentPool
 from rose_hpc.rollout.api import control_app
 from rose_hpc.rollout.background import Background, uninterrupted
@@ -174,4 +174,4 @@ class Controller:
             self._metrics.record("devices", time_s=time.time(), **structs.asdict(sample))
 
     def _event(self, kind: str, subject: str, detail: str) -> None:
-        self._metrics.record("events", time_s=time.time(), kind=kind, subject=subject, detail=detail)
+        record_event(self._metrics, kind, subject, detail)

@@ -29,7 +29,7 @@ from msgspec import structs
 from rose_hpc.control import POLL_S
 from rose_hpc.errors import DigestMismatch, TransferTimeout
 from rose_hpc.messages import FetchVersion, RelayMember, VersionFetched, WorkerUp
-from rose_hpc.metrics.writer import MetricsClient
+from rose_hpc.metrics.writer import MetricsClient, record_event
 from rose_hpc.rollout.known_arenas import KnownArenas, Place
 from rose_hpc.rollout.published import NOTHING, Published, PublishedVersions, Stage
 from rose_hpc.rollout.workers import NoReply, WorkerPool
@@ -266,7 +266,7 @@ class Distribution:
         )
 
     def _event(self, kind: str, subject: str, detail: str) -> None:
-        self._metrics.record("events", time_s=time.time(), kind=kind, subject=subject, detail=detail)
+        record_event(self._metrics, kind, subject, detail)
 
 
 def _known_to(sink: str, member: RelayMember) -> RelayMember:

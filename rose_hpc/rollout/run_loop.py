@@ -24,13 +24,13 @@ import numpy as np
 from rose_hpc.config import SamplingConfig, TrainConfig
 from rose_hpc.errors import RunFailed
 from rose_hpc.messages import CheckpointSaved, Row, SaveCheckpoint, StepTrained, TrainStep, pack_rows
-from rose_hpc.metrics.writer import MetricsClient
+from rose_hpc.metrics.writer import MetricsClient, record_event
 from rose_hpc.rollout.groups import RolloutBatch
 from rose_hpc.rollout.intake import rules_of
 from rose_hpc.rollout.sampler import Plays, Sampler
 from rose_hpc.rollout.sampling import is_zero_signal, training_rows
 from rose_hpc.rollout.saved_rollouts import RolloutFiles
-from rose_hpc.rollout.step_records import failure_counts, record_batch, record_event, sampling_detail, step_row, success_frac
+from rose_hpc.rollout.step_records import failure_counts, record_batch, sampling_detail, step_row, success_frac
 from rose_hpc.rollout.versions import SyncResult
 from rose_hpc.rollout.workers import WorkerPool
 

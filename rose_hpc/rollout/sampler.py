@@ -4,7 +4,7 @@
     batch = await sampler.next_batch(version)       # trains on it; what still runs goes on meanwhile
     saved = sampler.saved()                         # for a checkpoint, between two batches
 
-Decides nothing: which groups, intake.py; how they are played, step_run.py.
+Decides nothing: which groups, intake.py; how they are played, turns.py.
 """
 
 from __future__ import annotations

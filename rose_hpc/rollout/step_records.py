@@ -77,11 +77,6 @@ async def _until_room(metrics: MetricsClient) -> None:
         await asyncio.sleep(0.01)
 
 
-def record_event(metrics: MetricsClient, kind: str, subject: str, detail: str) -> None:
-    """A row of the table `events`."""
-    metrics.record("events", time_s=time.time(), kind=kind, subject=subject, detail=detail)
-
-
 def failure_counts(batch: RolloutBatch) -> Counter[str]:
     """How many trajectories failed, by what went wrong and was got: the first two lines of the reason."""
     reasons = [t.failure or "" for t in batch.trajectories if t.state is State.FAILED]

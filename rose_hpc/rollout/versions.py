@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from rose_hpc.errors import DigestMismatch, RoseError
 from rose_hpc.messages import PublishVersion, UpdateRequest, UpdateResult, VersionWritten
-from rose_hpc.metrics.writer import MetricsClient
+from rose_hpc.metrics.writer import MetricsClient, record_event
 from rose_hpc.rollout.background import Background
 from rose_hpc.rollout.client import ExecutorError
 from rose_hpc.rollout.distribution import Distribution
@@ -142,7 +142,7 @@ class VersionSync:
 
     def event(self, kind: str, subject: str, detail: str) -> None:
         """A row of the table `events`."""
-        self._metrics.record("events", time_s=time.time(), kind=kind, subject=subject, detail=detail)
+        record_event(self._metrics, kind, subject, detail)
 
 
 class SinkFollower:

@@ -18,8 +18,8 @@ from rose_hpc.messages import TOKEN_HEADER, GenerateRequest, GenerateResult
 from rose_hpc.rollout.envs.base import StepResult
 from rose_hpc.rollout.fleet import Executor
 from rose_hpc.rollout.groups import Group, new_group
-from rose_hpc.rollout.step_run import Turns
 from rose_hpc.rollout.trajectories import State, Trajectory
+from rose_hpc.rollout.turns import Turns
 
 EPISODE_TURNS = 4
 

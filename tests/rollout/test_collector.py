@@ -9,15 +9,15 @@ import pytest
 from rose_hpc.config import EnvConfig, SamplingConfig
 from rose_hpc.errors import RunFailed
 from rose_hpc.messages import GenerateResult
-from rose_hpc.rollout import step_run
+from rose_hpc.rollout import turns as turns_module
 from rose_hpc.rollout.client import ExecutorError
 from rose_hpc.rollout.collector import Collector, TurnForm
 from rose_hpc.rollout.envs.base import EnvFault, StepResult
 from rose_hpc.rollout.fleet import FAILURES_BEFORE_LEAVING, Executor, Fleet
 from rose_hpc.rollout.groups import RolloutBatch, new_group
 from rose_hpc.rollout.scheduler import RolloutScheduler, VersionApplied
-from rose_hpc.rollout.step_run import MAX_TRIES, Turns
 from rose_hpc.rollout.trajectories import State
+from rose_hpc.rollout.turns import MAX_TRIES, Turns
 
 WORDS = ["<eos>", "<obs>", "<act>", "L", "D", "R", "U", *[f"row{i}" for i in range(4)], *[f"col{i}" for i in range(4)]]
 GOAL_PATH = "DDRRDR"  # on the default 4x4 map
@@ -381,7 +381,7 @@ async def one_in_flight(client):
 
 
 def test_what_a_policy_lets_wait_is_planned_again_by_time_alone(monkeypatch):
-    monkeypatch.setattr(step_run, "TICK_S", 0.02)
+    monkeypatch.setattr(turns_module, "TICK_S", 0.02)
     client = ScriptedClient(delay_s=lambda: 1.0)
 
     async def scenario():
@@ -399,7 +399,7 @@ def test_what_a_policy_lets_wait_is_planned_again_by_time_alone(monkeypatch):
 
 
 def test_a_plan_that_raises_by_time_alone_is_told_to_whoever_waits(monkeypatch):
-    monkeypatch.setattr(step_run, "TICK_S", 0.02)
+    monkeypatch.setattr(turns_module, "TICK_S", 0.02)
 
     def broken(now_s):
         raise KeyError("a bug")
